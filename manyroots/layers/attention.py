@@ -80,7 +80,7 @@ class Attention:
             qkv.lora, self._dtype,
         )  # fmt: skip
         attended = self._kernels.attention.attend(
-            q, layer_kv, metadata, self._spec.scale, self._sinks
+            q, layer_kv, metadata, self._spec.scale, self._sinks, self._spec.cap
         )
         if gates is not None:
             attended = self._kernels.gated_norm.sigmoid_gated(attended, gates)

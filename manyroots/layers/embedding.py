@@ -76,11 +76,13 @@ class LmHead:
         *,
         tied_to: Embedding | None,
         factor: float,
+        cap: float,
     ) -> None:
-        """`factor`: what logits are multiplied with."""
+        """`factor`: what logits are multiplied with. `cap`: logits l become cap * tanh(l / cap); 0:
+        they stay."""
         rows = context.shard.part(vocab_size)
         self._first = rows.start
-        self._factor = factor
+        self._factor, self._cap = factor, cap
         self._vocab_size, self._shard, self._kernels = vocab_size, context.shard, context.kernels
         self._is_tied = tied_to is not None
         own = context.unquantized
@@ -101,6 +103,8 @@ class LmHead:
         own = product.finished(self._kernels).to(hidden.dtype)
         if self._factor != 1.0:
             own = own * self._factor
+        if self._cap:
+            own = torch.tanh(own / self._cap) * self._cap
         return self._shard.join(own, self._vocab_size)
 
     def weights(self, name: str) -> Fills:

@@ -40,6 +40,8 @@ class AttentionSpec:
     """Whether that norm goes over all heads together, those of other ranks included."""
     is_fused: bool = False
     """Whether the checkpoint has queries, keys and values as one product, `qkv_proj`."""
+    cap: float = 0.0
+    """Scores s become cap * tanh(s / cap); 0: they stay."""
     has_sinks: bool = False
     """Whether each head has a score that takes weight and gives nothing."""
     has_gate: bool = False

@@ -183,7 +183,7 @@ class Decoder:
         ]
         self.norm = RMSNorm(spec.hidden_size, context)
         self.head = LmHead(
-            spec.vocab_size, context, factor=spec.logits_factor,
+            spec.vocab_size, context, factor=spec.logits_factor, cap=spec.logits_cap,
             tied_to=self.embedding if spec.tie_word_embeddings else None,
         )  # fmt: skip
         self.num_bytes = 0

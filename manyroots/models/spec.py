@@ -60,6 +60,8 @@ class ModelSpec:
     """Whether that is rounded to the model's dtype before it is multiplied with."""
     logits_factor: float = 1.0
     """What logits are multiplied with."""
+    logits_cap: float = 0.0
+    """Logits l become cap * tanh(l / cap); 0: they stay."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
@@ -122,6 +124,7 @@ class ConfigReader:
         o_name: str = "o_proj",
         norm_spans_heads: bool = False,
         is_fused: bool = False,
+        cap: float = 0.0,
     ) -> AttentionSpec:
         """`scale`: where it is not that of the heads' size."""
         return AttentionSpec(
@@ -137,6 +140,7 @@ class ConfigReader:
             o_name=o_name,
             norm_spans_heads=norm_spans_heads,
             is_fused=is_fused,
+            cap=cap,
         )
 
     def layer_types(self, known: Collection[str]) -> list[str]:
@@ -216,6 +220,7 @@ class ConfigReader:
         embedding_scale: float = 1.0,
         rounds_embedding_scale: bool = False,
         logits_factor: float = 1.0,
+        logits_cap: float = 0.0,
         eps: float | None = None,
     ) -> ModelSpec:
         """The whole description; `ropes`: where the layers don't share one; `eps`: where the config
@@ -233,6 +238,7 @@ class ConfigReader:
             embedding_scale=embedding_scale,
             rounds_embedding_scale=rounds_embedding_scale,
             logits_factor=logits_factor,
+            logits_cap=logits_cap,
             max_position_embeddings=self._num_positions(
                 is_rotated=any(rope.frequencies for rope in ropes)
             ),

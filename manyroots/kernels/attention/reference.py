@@ -25,17 +25,21 @@ def attend(
     metadata: PreparedAttention,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing."""
+    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
+    is a `cap` (0: none)."""
     out = torch.zeros_like(q)
     count, window = metadata.num_decodes, metadata.window
     if metadata.decodes is not None:
         out[:count] = decode_attention(
-            q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks
+            q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks, cap=cap
         )
     if metadata.prompts is not None:  # where they give something, the others gave zeros
-        out += prefill_attention(q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks)
+        out += prefill_attention(
+            q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks, cap=cap
+        )
     return out
 
 
@@ -52,13 +56,20 @@ def _seen_by(layer_kv: Tensor, pages: Tensor, visible: int, window: int) -> tupl
 
 
 def _attend_one(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """One query [heads, head_dim]; query head h reads kv head h // (heads / kv_heads)."""
     group = q.shape[0] // keys.shape[1]
     keys = keys.float().repeat_interleave(group, dim=1)
     values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None]), dim=-1)
     weights = scores.softmax(-1)[:, : keys.shape[0]]
@@ -86,6 +97,7 @@ def decode_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and give nothing."""
@@ -94,7 +106,7 @@ def decode_attention(
     for row, context_len in enumerate(rows.context_lens.tolist()):
         if context_len:
             seen = _seen_by(layer_kv, table[row], context_len, window)
-            out[row] = _attend_one(q[row], *seen, scale, sinks)
+            out[row] = _attend_one(q[row], *seen, scale, sinks, cap)
     return out
 
 
@@ -106,6 +118,7 @@ def prefill_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal. Zeros for
     queries of no sequence."""
@@ -115,5 +128,5 @@ def prefill_attention(
         for token in range(starts[seq], starts[seq + 1]):
             visible = context_len - (starts[seq + 1] - 1 - token)
             seen = _seen_by(layer_kv, segments.page_table[seq], visible, window)
-            out[token] = _attend_one(q[token], *seen, scale, sinks)
+            out[token] = _attend_one(q[token], *seen, scale, sinks, cap)
     return out

@@ -12,6 +12,8 @@ a group sees are not read at all.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,36 +26,66 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What `F.scaled_dot_product_attention` comes to on a CPU, with the sums of exponentials."""
 
 
+class _Scores(NamedTuple):
+    """What is done to the products of queries and keys before softmax."""
+
+    scale: float
+    cap: float
+
+    def attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and logarithms of the sums of exponentials."""
+        if not self.cap:
+            attended, sums = _fused(q, keys, values, attn_mask=bias, scale=self.scale)
+            return attended, sums
+        # The library has no operator for it.
+        scores = torch.matmul(q, keys.transpose(-1, -2)).float() * (self.scale / self.cap)
+        scores = torch.tanh(scores) * self.cap
+        if bias is not None:
+            scores = scores + bias
+        sums = scores.logsumexp(-1)
+        weights = torch.exp(scores - sums.unsqueeze(-1)).to(q.dtype)
+        return torch.matmul(weights, values), sums
+
+
 def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> GroupedRows:
     """What depends on no layer; once per family and step."""
     return group_rows(rows, page_size, dtype)
 
 
 def attend(
-    q: Tensor, layer_kv: Tensor, metadata: GroupedRows, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    layer_kv: Tensor,
+    metadata: GroupedRows,
+    scale: float,
+    sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing."""
+    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
+    is a `cap` (0: none)."""
     by_kv_head = None if sinks is None else sinks.float().view(layer_kv.shape[-2], -1)
+    scores = _Scores(scale, cap)
     count = metadata.num_decodes
     if not metadata.prefill_groups and count == len(q):
-        return _decode(q, layer_kv, metadata, scale, by_kv_head)
+        return _decode(q, layer_kv, metadata, scores, by_kv_head)
     out = torch.empty_like(q)
     if count:
-        out[:count] = _decode(q[:count], layer_kv, metadata, scale, by_kv_head)
+        out[:count] = _decode(q[:count], layer_kv, metadata, scores, by_kv_head)
     for group in metadata.prefill_groups:
         at = group.tokens
-        _prefill(q[at], layer_kv, group, metadata.window, scale, by_kv_head, out[at])
+        _prefill(q[at], layer_kv, group, metadata.window, scores, by_kv_head, out[at])
     return out
 
 
 def _decode(
-    q: Tensor, layer_kv: Tensor, rows: GroupedRows, scale: float, sinks: Tensor | None
+    q: Tensor, layer_kv: Tensor, rows: GroupedRows, scores: _Scores, sinks: Tensor | None
 ) -> Tensor:
     order = rows.decode_order
     sorted_q = q if order is None else q.index_select(0, order)
     pieces = [
-        _decode_group(sorted_q[group.rows], layer_kv, group, scale, sinks)
+        _decode_group(sorted_q[group.rows], layer_kv, group, scores, sinks)
         for group in rows.decode_groups
     ]
     if order is None and len(pieces) == 1:
@@ -66,19 +98,19 @@ def _decode(
 
 
 def _decode_group(
-    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None
+    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scores: _Scores, sinks: Tensor | None
 ) -> Tensor:
     heads_as_queries = q.view(len(q), layer_kv.shape[-2], -1, q.shape[-1])
     if group.shared_pages.numel():
-        attended = _decode_sharing(heads_as_queries, layer_kv, group, scale, sinks)
+        attended = _decode_sharing(heads_as_queries, layer_kv, group, scores, sinks)
     else:
         keys, values = _gather(layer_kv, group.pages, len(q), q.dtype)
-        attended = _attended(heads_as_queries, keys, values, group.bias, scale, sinks)
+        attended = _attended(heads_as_queries, keys, values, group.bias, scores, sinks)
     return attended.reshape(q.shape).to(q.dtype)  # beside sinks it is in float32
 
 
 def _decode_sharing(
-    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None
+    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scores: _Scores, sinks: Tensor | None
 ) -> Tensor:
     """Attend to a common prefix once for all of its rows, to the rest row by row, and merge.
 
@@ -91,9 +123,9 @@ def _decode_sharing(
     cells = q if group.cells is None else q.index_select(0, group.cells)
     by_prefix = cells.view(count, -1, kv_heads, per_head, head_dim).transpose(1, 2)
     together = by_prefix.reshape(count, kv_heads, -1, head_dim)
-    common, common_sums = _fused(together, keys, values, scale=scale)
+    common, common_sums = scores.attend(together, keys, values)
     keys, values = _gather(layer_kv, group.pages, rows, q.dtype)
-    own, own_sums = _fused(q, keys, values, attn_mask=group.bias, scale=scale)
+    own, own_sums = scores.attend(q, keys, values, group.bias)
     common = common.reshape(by_prefix.shape).transpose(1, 2).flatten(0, 1)
     common_sums = common_sums.reshape(by_prefix.shape[:-1]).transpose(1, 2).flatten(0, 1)
     if group.places is not None:
@@ -107,10 +139,10 @@ def _decode_sharing(
 
 
 def _attended(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, sinks: Tensor | None
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: _Scores, sinks: Tensor | None
 ) -> Tensor:
     """q [seqs, kv_heads, queries, head_dim]; `sinks` [kv_heads, queries], or for any seq alike."""
-    attended, sums = _fused(q, keys, values, attn_mask=bias, scale=scale)
+    attended, sums = scores.attend(q, keys, values, bias)
     return attended if sinks is None else _beside_sinks(attended, sums, sinks)
 
 
@@ -125,7 +157,7 @@ def _prefill(
     layer_kv: Tensor,
     group: PrefillGroup,
     window: int,
-    scale: float,
+    scores: _Scores,
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
@@ -150,7 +182,7 @@ def _prefill(
             keys[:, :, seen_from:num_keys],
             values[:, :, seen_from:num_keys],
             bias,
-            scale,
+            scores,
             None if sinks is None else sinks.repeat(1, last - first),
         )
         by_query = attended.view(group.num_seqs, kv_heads, last - first, -1, head_dim)

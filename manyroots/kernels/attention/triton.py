@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.attention.paged import MEMBERS, DecodeRows, PreparedAttention, prepare
-from manyroots.kernels.attention.triton_prefill import prefill_attention
+from manyroots.kernels.attention.triton_prefill import prefill_attention, score_factors
 from manyroots.kernels.launch import (
     counters,
     launch_options,
@@ -52,13 +52,17 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 
 
 @triton.jit
-def _take_in(query, keys_at, part_stride, ok, best, total, acc, scale):
+def _take_in(
+    query, keys_at, part_stride, ok, best, total, acc, scale, inner, HAS_CAP: tl.constexpr
+):
     """Take in the tokens at `keys_at` that are `ok` (at least one is): the best score so far, the
     sum of weights, and of values."""
     keys = tl.load(keys_at, mask=ok[:, None], other=0.0).to(query.dtype)
     values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0).to(query.dtype)
-    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-    scores = tl.where(ok[None, :], scores, float("-inf"))
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    if HAS_CAP:
+        scores = 2.0 * tl.sigmoid(2.0 * inner * scores) - 1.0  # tanh(inner * scores)
+    scores = tl.where(ok[None, :], scores * scale, float("-inf"))
     higher = tl.maximum(best, tl.max(scores, axis=1))
     shrink = tl.exp2(best - higher)
     weights = tl.exp2(scores - higher[:, None])
@@ -70,12 +74,13 @@ def _take_in(query, keys_at, part_stride, ok, best, total, acc, scale):
 @triton.jit
 def _decode(
     q, layer_kv, page_table, context_lens, shared_lens, order, sinks, out, partial, sums, counters,
-    scale, window, table_row, page_stride, part_stride, token_stride,
+    scale, inner, window, table_row, page_stride, part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr,
     HEAD_DIM: tl.constexpr, PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGES_AHEAD: tl.constexpr,
-    HAS_ORDER: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SHARED: tl.constexpr,
-    SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of a row's history for the heads of a group; who is last merges the parts, with
     those that `_shared` has left of what the row shares."""
@@ -137,7 +142,9 @@ def _decode(
             keys_at = _load_tokens(
                 layer_kv, page_table, t, ok, d, page_stride, token_stride, PAGE_SIZE
             )
-        best, total, acc = _take_in(query, keys_at, part_stride, ok, best, total, acc, scale)
+        best, total, acc = _take_in(
+            query, keys_at, part_stride, ok, best, total, acc, scale, inner, HAS_CAP
+        )
     acc = acc / total[:, None]
     if num_before + num_used == 1:
         tl.store(out + row_head[:, None] * HEAD_DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
@@ -173,12 +180,12 @@ def num_shared_parts(num_tokens, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.const
 
 @triton.jit
 def _shared(
-    q, layer_kv, page_table, members, blocks, partial, sums, scale, table_row, page_stride,
+    q, layer_kv, page_table, members, blocks, partial, sums, scale, inner, table_row, page_stride,
     part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_POW: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, MEMBERS: tl.constexpr, BLOCK_M: tl.constexpr,
     NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of what some rows share, for the heads of a group of each of them."""
     let_next_begin(DEPENDENT)
@@ -214,7 +221,9 @@ def _shared(
         keys_at = _load_tokens(
             layer_kv, page_table, t, seen, d, page_stride, token_stride, PAGE_SIZE
         )
-        best, total, acc = _take_in(query, keys_at, part_stride, seen, best, total, acc, scale)
+        best, total, acc = _take_in(
+            query, keys_at, part_stride, seen, best, total, acc, scale, inner, HAS_CAP
+        )
     slot = row_head * MAX_PARTS + split
     to = partial + slot[:, None] * HEAD_DIM + d[None, :]
     tl.store(to, acc / total[:, None], mask=ok[:, None])
@@ -291,20 +300,23 @@ def attend(
     metadata: PreparedAttention,
     scale: float,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing."""
+    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
+    is a `cap` (0: none)."""
     # What is nobody's is zero: a layer behind this one may choose by it.
     out = torch.zeros_like(q) if metadata.is_padded else torch.empty_like(q)
     count, window = metadata.num_decodes, metadata.window
     if metadata.decodes is not None:
         decode_attention(
             q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks,
-            out=out[:count],
+            cap=cap, out=out[:count],
         )  # fmt: skip
     if metadata.prompts is not None:
         prefill_attention(
-            q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks, out=out,
+            q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks, cap=cap,
+            out=out,
         )  # fmt: skip
     return out
 
@@ -317,6 +329,7 @@ def decode_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
     out: Tensor | None = None,
     tiling: DecodeTiling | None = None,
 ) -> Tensor:
@@ -336,11 +349,12 @@ def decode_attention(
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(shape, dtype=torch.float32, device=q.device)
     group_pow = triton.next_power_of_2(group)
+    factors = score_factors(scale, cap)
     strides = (rows.page_table.stride(0), *(layer_kv.stride(i) for i in range(3)))
     sizes = {
         "NUM_KV": kv_heads, "GROUP": group, "GROUP_POW": group_pow, "HEAD_DIM": head_dim,
         "PAGE_SIZE": page_size, "NUM_SHARED": num_shared, "MAX_PARTS": max_parts,
-        "SHARED_STEP": SHARED_STEP, **launch_options(q.device),
+        "SHARED_STEP": SHARED_STEP, "HAS_CAP": cap > 0.0, **launch_options(q.device),
     }  # fmt: skip
     if shared is not None:
         # No fewer than a matrix instruction takes, no more than registers hold.
@@ -348,14 +362,14 @@ def decode_attention(
         pieces = MEMBERS * group_pow // block_m
         _shared[(SHARED_PARTS, kv_heads, shared.blocks.shape[0] * pieces)](
             q, layer_kv, rows.page_table, shared.members, shared.blocks, partial, sums,
-            scale * LOG2_E, *strides, MEMBERS=MEMBERS, BLOCK_M=block_m, num_warps=4,
+            *factors, *strides, MEMBERS=MEMBERS, BLOCK_M=block_m, num_warps=4,
             num_stages=2, **sizes,
         )  # fmt: skip
     _decode[(cut.parts, kv_heads, num_rows)](
         q, layer_kv, rows.page_table, rows.context_lens,
         rows.context_lens if shared is None else shared.lens,
         rows.context_lens if rows.order is None else rows.order, q if sinks is None else sinks, out,
-        partial, sums, counters(q.device), scale * LOG2_E, window, *strides,
+        partial, sums, counters(q.device), *factors, window, *strides,
         GROUP_PAD=max(16, group_pow),
         PREFETCH_LINES=max(1, head_dim * layer_kv.element_size() // 128),
         BLOCK_T=cut.tokens, NUM_SPLITS=cut.parts, PAGES_AHEAD=cut.pages_ahead,

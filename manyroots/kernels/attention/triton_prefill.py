@@ -40,10 +40,10 @@ class PrefillTiling:
 
 @triton.jit
 def _over_tiles(
-    query, best, total, acc, kv, table, position, begin, end, earliest, context, scale, window,
-    HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
+    query, best, total, acc, kv, table, position, begin, end, earliest, context, scale, inner,
+    window, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     PART_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_T: tl.constexpr,
-    MASKED: tl.constexpr, EDGE: tl.constexpr,
+    HAS_CAP: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Take in the tokens [begin, end): the best score so far, the sum of weights, and of values.
     MASKED: not every query sees all of them; EDGE: because of a window, too."""
@@ -71,6 +71,8 @@ def _over_tiles(
             values = tl.load(keys_at + PART_STRIDE)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if HAS_CAP:
+            scores = 2.0 * tl.sigmoid(2.0 * inner * scores) - 1.0  # tanh(inner * scores)
         if MASKED:
             seen = t[None, :] <= position[:, None]
             if EDGE:
@@ -91,12 +93,13 @@ def _over_tiles(
 
 @triton.jit
 def _prefill(
-    q, layer_kv, page_table, query_starts, context_lens, query_blocks, sinks, out, scale, window,
-    table_row,
+    q, layer_kv, page_table, query_starts, context_lens, query_blocks, sinks, out, scale, inner,
+    window, table_row,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     PAGE_STRIDE: tl.constexpr, PART_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEADS: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_CAP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     let_next_begin(DEPENDENT)
@@ -138,22 +141,28 @@ def _prefill(
         whole = tl.minimum(whole, tl.cdiv(end, BLOCK_T) * BLOCK_T)
         best, total, acc = _over_tiles(
             query, best, total, acc, kv, table, position, begin, tl.minimum(whole, end), earliest,
-            context, scale, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE,
-            BLOCK_T, True, True,
+            context, scale, inner, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE,
+            TOKEN_STRIDE, BLOCK_T, HAS_CAP, True, True,
         )  # fmt: skip
         begin = whole
         whole_end = tl.maximum(whole_end, whole)
     best, total, acc = _over_tiles(
         query, best, total, acc, kv, table, position, begin, whole_end, earliest, context, scale,
-        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, False,
-        False,
+        inner, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T,
+        HAS_CAP, False, False,
     )  # fmt: skip
     best, total, acc = _over_tiles(
         query, best, total, acc, kv, table, position, whole_end, end, earliest, context, scale,
-        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, True, False,
+        inner, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T,
+        HAS_CAP, True, False,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
+
+
+def score_factors(scale: float, cap: float) -> tuple[float, float]:
+    """What scores are multiplied with for exp2, and what goes into the tanh before that."""
+    return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 1.0)
 
 
 def prefill_attention(
@@ -164,11 +173,13 @@ def prefill_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    cap: float = 0.0,
     out: Tensor | None = None,
     tiling: PrefillTiling | None = None,
 ) -> Tensor:
     """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
-    if tiling is None and triton_hopper.is_for(q, layer_kv, segments, window=window, sinks=sinks):
+    plain = tiling is None and not cap
+    if plain and triton_hopper.is_for(q, layer_kv, segments, window=window, sinks=sinks):
         return triton_hopper.prefill_attention(q, layer_kv, segments, scale, out=out)
     num_heads, head_dim = q.shape[1:]
     page_size, kv_heads = layer_kv.shape[2:4]
@@ -178,13 +189,14 @@ def prefill_attention(
     out = torch.empty_like(q) if out is None else out
     _prefill[(num_heads // cut.heads, segments.query_blocks.shape[0] * per_block)](
         q, layer_kv, segments.page_table, segments.query_starts, segments.context_lens,
-        segments.query_blocks, q if sinks is None else sinks, out, scale * LOG2_E, window,
-        segments.page_table.stride(0), NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim,
+        segments.query_blocks, q if sinks is None else sinks, out, *score_factors(scale, cap),
+        window, segments.page_table.stride(0), NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, PAGE_STRIDE=layer_kv.stride(0), PART_STRIDE=layer_kv.stride(1),
         TOKEN_STRIDE=layer_kv.stride(2), BLOCK_Q=cut.queries, HEADS=cut.heads,
         PER_BLOCK=per_block, BLOCK_T=cut.tokens,
-        HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, num_warps=cut.num_warps,
-        num_stages=2, maxnreg=cut.max_registers, **launch_options(q.device),
+        HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, HAS_CAP=cap > 0.0,
+        num_warps=cut.num_warps, num_stages=2, maxnreg=cut.max_registers,
+        **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -25,7 +25,13 @@ def steps(draw: Draw) -> list[tuple[int, int]]:
 
 
 def assert_equals_the_reference(
-    rows: AttentionMetadata, num_pages: int, shape: Shape, dtype: torch.dtype, *, has_sinks: bool
+    rows: AttentionMetadata,
+    num_pages: int,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    has_sinks: bool,
+    cap: float = 0.0,
 ) -> None:
     """Over pages of random tokens; the last page is nobody's and holds NaN."""
     arena = random_arena(num_pages, shape, dtype)
@@ -36,8 +42,9 @@ def assert_equals_the_reference(
     if has_sinks:
         sinks = torch.randn(shape.heads, generator=torch.Generator().manual_seed(3)).to(dtype)
     layer_kv, page_size = arena.layer(1), shape.page_size
-    fast = torch_ops.attend(q, layer_kv, torch_ops.prepare(rows, page_size, dtype), SCALE, sinks)
-    naive = reference.attend(q, layer_kv, reference.prepare(rows, page_size, dtype), SCALE, sinks)
+    both = (torch_ops.prepare(rows, page_size, dtype), reference.prepare(rows, page_size, dtype))
+    fast = torch_ops.attend(q, layer_kv, both[0], SCALE, sinks, cap)
+    naive = reference.attend(q, layer_kv, both[1], SCALE, sinks, cap)
     assert_close("attention", fast, naive, dtype)
 
 
@@ -47,6 +54,15 @@ def test_torch_ops_equals_the_reference(draw: Draw) -> None:
     shape = Shape(*draw.choice(((1, 1, 8, 1), (6, 2, 16, 4), (4, 4, 16, 16), (8, 1, 32, 8))))
     rows, num_pages = make_rows(steps(draw), shape.page_size)
     assert_equals_the_reference(rows, num_pages, shape, dtype, has_sinks=False)
+
+
+@for_seeds(20)
+def test_capped_scores_equal_the_reference(draw: Draw) -> None:
+    """A cap that most scores are far from, near and beyond; with sinks, too."""
+    shape = Shape(*draw.choice(((1, 1, 8, 1), (6, 2, 16, 4), (8, 1, 32, 8))))
+    rows, num_pages = make_rows(steps(draw), shape.page_size)
+    cap, has_sinks = draw.choice((0.3, 2.0, 50.0)), draw.flag()
+    assert_equals_the_reference(rows, num_pages, shape, torch.float32, has_sinks=has_sinks, cap=cap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -242,6 +242,20 @@ def test_a_window_reads_nothing_in_front_of_it(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cap", [0.3, 2.0, 50.0])
+@pytest.mark.parametrize("window", [0, 9])
+def test_capped_scores_equal_the_reference(window: int, cap: float, dtype: torch.dtype) -> None:
+    """A cap that most scores are beyond, near and far from; of decodes and of prompts."""
+    q, layer_kv, rows = step_of([40, 9], [(17, 50), (3, 3)], window, (4, 2, 16), dtype)
+    out = fast.attend(q, layer_kv, fast.prepare(rows, PAGE, q.dtype), SCALE, None, cap)
+    naive = reference.prepare(rows, PAGE, q.dtype)
+    expected = reference.attend(q, layer_kv, naive, SCALE, None, cap)
+    assert_close("attention", out, expected, dtype)
+    uncapped = reference.attend(q, layer_kv, naive, SCALE)
+    assert cap > 2.0 or (expected - uncapped).abs().max() > 1e-2, "it changes something"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 1, 256), (8, 1, 64), (2, 2, 128)])
 @pytest.mark.parametrize("windows", [(0, 5), (9, 24)])
 def test_families_of_one_step_have_windows_of_their_own(

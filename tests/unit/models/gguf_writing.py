@@ -76,6 +76,10 @@ def write_gguf(
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if arch == "glm4moe":

@@ -191,7 +191,7 @@ FALCON: dict[str, Any] = {
     "lm_head_multiplier": 0.4,
 }
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
-ZERO_CENTRED = ("gemma3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+ZERO_CENTRED = ("gemma2", "gemma3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Whose norms' weights are stored less one, but for those of delta nets."""
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {

@@ -13,6 +13,7 @@ from manyroots.models.fields import Field
 
 _FILES = (
     "falcon_h1",
+    "gemma2",
     "gemma3",
     "glm4_moe",
     "gpt_oss",

@@ -21,6 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi3": {},
     "phi3-long": {},
     "glm4-moe": {},
+    "gemma2": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

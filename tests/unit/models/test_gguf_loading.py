@@ -50,6 +50,7 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "phi3-long": {},
     "glm4-moe": {},
     "glm4-moe-norm": {"norm_topk_prob": True},
+    "gemma2": {"query_pre_attn_scalar": 16},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

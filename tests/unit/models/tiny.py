@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import (
     FalconH1Config,
     FalconH1ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Glm4MoeConfig,
@@ -143,6 +145,13 @@ GLM: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
 }
+GEMMA2: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 3.0,  # low enough to change much
+    "final_logit_softcapping": 2.0,
+}
 RECURRENT = "linear_attention"
 DELTA: dict[str, Any] = {
     "head_dim": 16,
@@ -270,6 +279,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         Glm4MoeConfig, Glm4MoeForCausalLM,
         {**GLM, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     ),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

@@ -2,19 +2,20 @@
 
 A key is a regular expression that the end of a module's name must match, beginning at a dot or at
 the start; the first key that matches counts, in the order of the file. Nearly all keys are names,
-in which a dot stands for any character, and are looked up; the others are matched together by one
-automaton. Both take time that is bounded, since the config may come from anybody.
+in which a dot stands for any character, and are looked up; RE2 matches the others.
+Both take time and memory that are bounded, since the config may come from anywhere.
 """
 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import re2
 
 from manyroots.errors import AdapterError
-from manyroots.lora.files.automaton import Automaton
-from manyroots.lora.files.expressions import Concatenation, Refused, Start, parse
 
 Value = TypeVar("Value", int, float)
 
@@ -23,6 +24,62 @@ _MAX_KEY_CHARS = 2000
 _MAX_LOOKUPS = 1_000_000
 """Of plain keys, over all modules of a file: a few seconds at worst."""
 _MAX_NAMED = 6
+_MAX_STEPS = 300_000_000
+"""Of expressions: characters of names times instructions of programs; 15 seconds at worst. Counted,
+not timed, so that an adapter is served or refused on every machine alike."""
+_OPTIONS = re2.Options()
+_OPTIONS.max_mem = 8 << 20
+_OPTIONS.log_errors = False
+_OPTIONS.never_capture = True
+
+
+class Refused(ValueError):  # noqa: N818 - a reason that the caller puts into its own error
+    """Why an expression is not taken."""
+
+
+class _Expressions:
+    """Expressions that whole names must match, and the work that they may take."""
+
+    def __init__(self) -> None:
+        self._compiled: list[tuple[int, Any]] = []
+        self._size = self._num_steps = 0
+
+    def add(self, index: int, expression: str) -> None:
+        try:
+            compiled = re2.compile(_in_re2(expression), _OPTIONS)
+        except re2.error as error:
+            words = error.args[0]
+            words = words.decode(errors="replace") if isinstance(words, bytes) else str(words)
+            raise Refused(f"RE2 does not take ({words[:200]})") from error
+        self._compiled.append((index, compiled))
+        self._size += compiled.programsize
+
+    def matches(self, name: str) -> set[int]:
+        self._num_steps += len(name) * self._size
+        if self._num_steps > _MAX_STEPS:
+            raise Refused("takes too long to match with all modules of the file")
+        return {index for index, compiled in self._compiled if compiled.fullmatch(name)}
+
+
+def _in_re2(expression: str) -> str:
+    """With RE2's own signs for what Python writes otherwise: the end, and counts from zero."""
+
+    def own(found: re.Match[str]) -> str:
+        if found[1] is not None:
+            return f"{{0,{found[1]}}}"
+        return r"\z" if found[0] == r"\Z" else found[0]
+
+    return re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{,(\d+)\}", own, expression)
+
+
+def _check_python(expression: str) -> None:
+    """PEFT matches with `re`; what that refuses is no expression at all."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sets that Python may read otherwise one day
+            re.compile(expression)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise Refused(f"is not a regular expression ({error})") from error
 
 
 class Patterns(Generic[Value]):
@@ -33,8 +90,7 @@ class Patterns(Generic[Value]):
         self._values: dict[str, Value] = dict(values)
         self._in_order: list[Value] = list(self._values.values())
         self._plain, self._anchored = _PlainKeys(), _PlainKeys()
-        self._expressions = Automaton()
-        self._has_expressions = False
+        self._expressions = _Expressions()
         self._used: set[int] = set()
         for index, key in enumerate(values):
             if not _PLAIN.fullmatch(key):
@@ -82,8 +138,7 @@ class Patterns(Generic[Value]):
         try:
             self._plain.check()
             self._anchored.check()
-            if self._has_expressions:
-                found |= self._expressions.matches(module)
+            found |= self._expressions.matches(module)
         except Refused as reason:
             raise AdapterError(f"{self._field} {reason}; name the modules plainly.") from reason
         return found
@@ -92,13 +147,14 @@ class Patterns(Generic[Value]):
         try:
             if len(key) > _MAX_KEY_CHARS:
                 raise Refused(f"has more than {_MAX_KEY_CHARS} characters")
-            self._expressions.add(index, parse(key))
+            _check_python(rf"(.*\.)?({key})$")
+            _check_python(key)  # by itself, too: it must not close a bracket around it
+            self._expressions.add(index, rf"(?:.*\.)?(?:{key})")
         except Refused as reason:
             raise AdapterError(
                 f"{self._field} has the key {key[:200]!r}, which {reason}; name the modules "
                 "plainly."
             ) from reason
-        self._has_expressions = True
 
 
 class WholeName:
@@ -107,7 +163,7 @@ class WholeName:
 
     def __init__(self, field: str, expression: str) -> None:
         self._field = field
-        self._automaton = Automaton()
+        self._expressions = _Expressions()
         self.can_match = True
         """Whether it can be told in bounded time what matches: not with look-around and the like,
         which are valid in PEFT."""
@@ -115,20 +171,20 @@ class WholeName:
             self.can_match = False
             return
         try:
-            re.compile(expression)
-        except (re.error, OverflowError, RecursionError) as error:
+            _check_python(expression)
+        except Refused as reason:
             raise AdapterError(
-                f"{field} is {expression[:200]!r}, which is not a regular expression ({error}). "
-                "Correct it, or list the modules' names."
-            ) from error
+                f"{field} is {expression[:200]!r}, which {reason}. Correct it, or list the "
+                "modules' names."
+            ) from reason
         try:
-            self._automaton.add(0, Concatenation((Start(), parse(expression))))
+            self._expressions.add(0, expression)
         except Refused:
             self.can_match = False
 
     def matches(self, module: str) -> bool:
         try:
-            return bool(self._automaton.matches(module))
+            return bool(self._expressions.matches(module))
         except Refused as reason:
             raise AdapterError(f"{self._field} {reason}; list the modules' names.") from reason
 

@@ -102,12 +102,18 @@ def test_a_file_is_served_where_peft_uses_all_of_it(
     assert any(name in words for name in ("target_modules", "exclude_modules"))
 
 
-@pytest.mark.parametrize(
-    "expression", [r".*\bq_proj", r"(?!x).*q_proj", r"(?i).*Q_PROJ", "q_proj|" * 300 + "x"]
-)
+@pytest.mark.parametrize("expression", [r"(?!x).*q_proj", r"(q|k)\1_proj", "q_proj|" * 300 + "x"])
 def test_what_no_automaton_matches_is_not_held_against_the_file(expression: str) -> None:
     """Trainers write such expressions; matching them may take years."""
     assert not WholeName("target_modules", expression).can_match
+
+
+@pytest.mark.parametrize("expression", [r".*\bq_proj", r"(?i).*Q_PROJ", r".*q_proj\Z"])
+def test_word_boundaries_and_flags_are_matched_as_in_peft(expression: str) -> None:
+    name = WholeName("target_modules", expression)
+    assert name.can_match
+    assert name.matches("model.layers.0.self_attn.q_proj")
+    assert not name.matches("model.layers.0.self_attn.k_proj")
 
 
 def test_an_expression_that_takes_too_long_is_none_of_ours() -> None:

@@ -82,6 +82,7 @@ class Attention(Protocol):
         metadata: Any,
         scale: float,
         sinks: Tensor | None = None,
+        cap: float = 0.0,
     ) -> Tensor: ...
 
 
@@ -147,6 +148,7 @@ class FusedMoe(Protocol):
         *,
         scoring: Scoring,
         bias: Tensor | None = None,
+        factor: float = 1.0,
     ) -> Routing: ...
     def experts(
         self,

@@ -1,4 +1,4 @@
-"""`manyroots serve | generate | chat | adapters | bench | simulate`.
+"""`manyroots serve | generate | chat | adapters | bench | simulate | conformance`.
 
 Parses, calls the room that does the work, and turns errors made for users into one line and
 exit code 2. Each command imports what it needs when it runs.
@@ -15,6 +15,7 @@ from typing import Any
 from manyroots.adapter_names import lora_modules
 from manyroots.cli.adapters import add_adapters_command
 from manyroots.cli.bench import add_bench_command
+from manyroots.cli.conformance import add_conformance_command
 from manyroots.cli.flags import (
     add_engine_flags,
     add_settings,
@@ -89,6 +90,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     add_adapters_command(commands)
     add_bench_command(commands)
     add_simulate_command(commands)
+    add_conformance_command(commands)
     return parser, serve
 
 

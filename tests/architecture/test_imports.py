@@ -61,19 +61,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
     | {"layers", "kernels", "distributed", "runner"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
-    "cli": BASE | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine"},
+    # Knows servers by their HTTP alone.
+    "conformance": {"errors", "version"},
+    "cli": BASE
+    | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine", "conformance"},
     "__init__": {"llm", "errors", "sampling", "structured_outputs", "adapter_names"} | {"version"},
     "__main__": {"cli"},
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "simulate", "text", "api", "observe", "grammar",
+    "scheduler", "cache", "lora", "simulate", "text", "api", "observe", "grammar", "conformance",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
     "engine.wire", "engine.process", "engine.child", "engine.kv_events", "distributed.wire",
+    "conformance.events",
 }  # fmt: skip
 
 

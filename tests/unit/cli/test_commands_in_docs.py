@@ -26,7 +26,9 @@ SHORT = {
 }
 """What docs/performance.md abbreviates."""
 STANDS_FOR = {"--model-config NAME": "--model-config qwen3-8b", "...": ""}
-COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?manyroots ((?:serve|bench|simulate) .*)$")
+COMMAND = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?manyroots ((?:serve|bench|simulate|conformance) .*)$"
+)
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -76,6 +78,6 @@ def test_modules_that_the_docs_have_run_are_there() -> None:
 def test_the_search_finds_commands_of_every_kind() -> None:
     kinds = {command.split()[0] for _, command in FOUND}
     benches = {command.split()[1] for _, command in FOUND if command.startswith("bench ")}
-    assert kinds == {"serve", "bench", "simulate"}
+    assert kinds == {"serve", "bench", "simulate", "conformance"}
     assert {"decode", "traffic", "kernels", "serve", "http", "offline", "tiers"} <= benches
     assert len(FOUND) > 60

@@ -24,7 +24,8 @@ KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
-    "llama-int8",
+    "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
+    "gemma2",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -42,6 +43,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "gpt-oss": {"intermediate_size": 128},
     "qwen3-next": {"moe_intermediate_size": 128, **_DELTA},
     "granite-h": {"intermediate_size": 128, **_MAMBA},
+    "mixtral": {"intermediate_size": 128},
+    "glm4-moe-norm": {"moe_intermediate_size": 128},
 }
 """Those with experts, and how wide these are."""
 VOCAB = 97
@@ -64,12 +67,16 @@ _SIZES: dict[str, Any] = {
 _ODD_SIZES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     # Its embeddings are scaled up: tied to them, a head would only repeat the token before.
+    "gemma2": {"tie_word_embeddings": False},
     "gemma3": {"tie_word_embeddings": False},
     "qwen3.5": _DELTA,
     "falcon-h1-norm": {"mamba_d_ssm": 256, **_MAMBA},
 }
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj", "input_linear", "output_linear", "w1", "w2", "w3")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+_MLP = (
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear", "output_linear", "w1",
+    "w2", "w3",
+)  # fmt: skip
 _RECURRENT = (
     "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
     "out_proj",
@@ -111,7 +118,7 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     is_mxfp4, kind = kind.endswith(MXFP4), kind.removesuffix(MXFP4)
     is_int8, kind = kind.endswith(INT8), kind.removesuffix(INT8)
     save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
-    if kind == "gemma3":
+    if kind in ("gemma2", "gemma3"):
         _shrink_embedding(base / "model.safetensors")
     if is_decisive and kind in MIXTURES:
         _decide_experts(base / "model.safetensors")
@@ -204,7 +211,9 @@ def _decide_experts(path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     routers = [
         tensor for name, tensor in tensors.items()
-        if name.endswith(("mlp.gate.weight", "router.weight", "router.layer.weight"))
+        if name.endswith(
+            ("mlp.gate.weight", "moe.gate.weight", "router.weight", "router.layer.weight")
+        )
     ]  # fmt: skip
     wants = torch.full((VOCAB, len(routers[0])), -6.0)
     for row in wants:

@@ -140,11 +140,12 @@ async def test_g02_a_forced_call_comes_behind_the_reasoning() -> None:
 
 
 async def test_g02_tools_that_cannot_be_honoured_are_refused_where_a_call_is_forced() -> None:
-    odd = tool("odd", a={"type": "array", "uniqueItems": True})
     harness = Harness(template=KNOWS_TOOLS)
-    response = await harness.chat(tools=[odd], tool_choice="required")
-    assert error_of(response)["param"] == "tools"
-    assert "uniqueItems" in error_of(response)["message"]
+    for items in ({}, {"enum": list("abcdefgh")}):
+        odd = tool("odd", a={"type": "array", "uniqueItems": True, "items": items})
+        response = await harness.chat(tools=[odd], tool_choice="required")
+        assert error_of(response)["param"] == "tools"
+        assert "uniqueItems" in error_of(response)["message"]
     fields = {"tools": [tool("now")], "tool_choice": "required", "guided_regex": "a"}
     assert error_of(await harness.chat(**fields))["param"] == "guided_regex"
 

@@ -85,6 +85,7 @@ class AdapterSlices:
     ) -> None:
         """`quantum_steps`: None for what loads take, and QUANTUM_STEPS at least."""
         self._adapters = adapters
+        self.max_loras = adapters.limits.max_loras
         self._waiting = waiting
         self.rows = rows
         self.importance = waiting.policy.importance
@@ -133,14 +134,8 @@ class AdapterSlices:
         first = entry.paused_since
         others = (e for e in (*self.paused, *self.active.values()) if e.paused and e is not entry)
         num_before = sum(other.paused_since <= first for other in others)
-        turn_steps = self.quantum_steps + 2 * (self._adapters.longest_load_steps + 2)
-        return OVERDUE_STEPS + (num_before + 1) * turn_steps
-
-    @property
-    def are_few(self) -> bool:
-        """Whether no more adapters may run than `--max-loras`."""
-        cap = self._adapters.limits.max_loras
-        return not cap or len(self.active) <= cap
+        slice_steps = self.quantum_steps + 2 * (self._adapters.longest_load_steps + 2)
+        return OVERDUE_STEPS + (num_before + 1) * slice_steps
 
     # Requests come, pause, resume and go
 
@@ -298,14 +293,12 @@ class AdapterSlices:
         """Overdue entries; waiting ones in the policy's order, and paused ones for which a request
         has come since; then the paused entry that has waited longest."""
         paused = sorted(self.paused, key=lambda entry: (entry.paused_since, entry.adapter))
-        is_overdue = [self.is_overdue(entry.paused_since) for entry in paused]
-        claims = {entry: None for entry, is_it in zip(paused, is_overdue, strict=True) if is_it}
-        heads: dict[Entry, Request | None] = dict(claims)
+        heads: dict[Entry, Request | None] = {
+            entry: None for entry in paused if self.is_overdue(entry.paused_since)
+        }
         count = len(self.active) + len(self.paused) + 2
-        resident = self._adapters.slots.by_owner
-        lanes = self._waiting.lanes
-        firsts = [*loaded]
-        firsts += (lanes[d].head for d in self._waiting.next_adapters(count, resident))
+        adapters = self._waiting.next_adapters(count, self._adapters.slots.by_owner)
+        firsts = [*loaded, *(self._waiting.lanes[adapter].head for adapter in adapters)]
         firsts.sort(key=self._is_patient)
         for request in firsts:
             adapter = request.group[0]
@@ -387,17 +380,16 @@ class AdapterSlices:
         rows = self.rows
         if len(rows.free) >= len(self._waiting) + len(loaded) + self.num_paused_requests:
             return
-        overdue: list[Request] = []
+        wanted: list[Request] = []
         firsts: list[Request] = []
         for entry in (self.base, *self.active.values()):
             if entry.paused and self.is_open(entry.adapter):
-                overdue += [r for r in entry.paused if self.is_overdue(r.since)]
+                wanted += [r for r in entry.paused if self.is_overdue(r.since)]
                 first = next(iter(entry.paused))
                 if not self._num_rows(entry) and not self.is_overdue(first.since):
                     firsts.append(first)
-        wanted = overdue
         if len(rows.free) <= len(wanted):  # else rows are left, and the policy's order decides
-            wanted = [*wanted, *(r for r in self._newcomers(loaded) if has_room(r))]
+            wanted += [r for r in self._newcomers(loaded) if has_room(r)]
         num_rows: Counter[AdapterDigest | None] | None = None
         for index, request in enumerate((*wanted, *firsts)):
             entry = self.entry_of(request)
@@ -479,8 +471,7 @@ class AdapterSlices:
         # Not the ones beyond that have a slot: it is up for others.
         beyond = [d for d in unseated[most:] if adapters.slots.find(d) is None]
         if unseated:
-            limit = adapters.limits.max_loras or None
-            adapters.prepare([*unseated[:most], *beyond][:limit])
+            adapters.prepare([*unseated[:most], *beyond][: self.max_loras or None])
 
     # What is asked often
 

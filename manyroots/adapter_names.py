@@ -10,10 +10,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from manyroots.errors import ConfigError
 
 MAX_NAME_CHARACTERS = 128
+MAX_COMBINED = 4
+"""Adapters that one request may add up."""
+MAX_WEIGHT = 100.0
 _NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
@@ -48,6 +52,28 @@ def split_revision(model: str) -> tuple[str, str | None]:
     """A name, and the revision behind its `@`; names have none in them."""
     name, at, revision = model.partition("@")
     return name, revision if at else None
+
+
+class WeightedName(NamedTuple):
+    """One of several adapters that are added up; the name may have `@` and a revision."""
+
+    name: str
+    weight: float
+
+
+def name_combination(parts: Iterable[WeightedName]) -> str:
+    """One name for all of them; adapters' own names have neither of its marks."""
+    return "+".join(f"{name}*{weight!r}" for name, weight in parts)
+
+
+def is_combination(name: str) -> bool:
+    return "*" in name
+
+
+def combined_names(name: str) -> list[WeightedName]:
+    """What `name_combination` has put together."""
+    split = [part.rpartition("*") for part in name.split("+")]
+    return [WeightedName(part, float(weight)) for part, _, weight in split]
 
 
 def name_fault(name: str) -> str | None:

@@ -12,7 +12,17 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manyroots.adapter_names import LoraModule, name_fault, split_revision
+from manyroots.adapter_names import (
+    MAX_COMBINED,
+    MAX_WEIGHT,
+    LoraModule,
+    WeightedName,
+    is_combination,
+    name_combination,
+    name_fault,
+    split_revision,
+)
+from manyroots.api.requests import GenerationFields
 from manyroots.api.tenants import current_tenant
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
@@ -22,6 +32,9 @@ MAX_NAMES = 100_000
 
 NEW_ADAPTER = AdapterName("(new)")
 """The label of requests whose adapter is being looked for; no adapter can be called so."""
+
+COMBINED = AdapterName("(combined)")
+"""The label of requests with several adapters."""
 
 LoraPath = str | list[str | None] | None
 
@@ -89,6 +102,8 @@ class Adapters:
         """What metrics call it: a caller's own words only once the engine has found them."""
         if adapter is None:
             return None
+        if is_combination(adapter):
+            return COMBINED
         name = AdapterName(split_revision(adapter)[0])
         return name if name in self._by_name else NEW_ADAPTER
 
@@ -102,6 +117,40 @@ class Adapters:
         if model.startswith(f"{self._model_name}:") and model not in self._by_name:
             return self._named(model[len(self._model_name) + 1 :], model, "model")
         return self._named(model, model, "model")
+
+    def choose_for(self, request: GenerationFields, num_prompts: int) -> list[AdapterName | None]:
+        """The adapter of each prompt of a request, or the combination that all of them have."""
+        if request.adapters is None:
+            return self.choose(request.model, request.lora_path, num_prompts)
+        given, count = request.adapters, len(request.adapters)
+        if not 1 <= count <= MAX_COMBINED:
+            raise RequestError(
+                f"adapters has {count} entries; give from 1 to {MAX_COMBINED}.", field="adapters"
+            )
+        if request.lora_path is not None or request.model != self._model_name:
+            raise RequestError(
+                f"adapters is given beside another adapter; with it, model is "
+                f"{self._model_name!r} and there is no lora_path.",
+                field="adapters",
+            )
+        names = [item.name for item in given]
+        for item in given:
+            if names.count(item.name) > 1:
+                raise RequestError(
+                    f"adapters names {item.name[:200]!r} twice; add its weights up.",
+                    field="adapters",
+                )
+            if not abs(item.weight) <= MAX_WEIGHT:
+                raise RequestError(
+                    f"adapters has the weight {item.weight}; it must be from -{MAX_WEIGHT:g} to "
+                    f"{MAX_WEIGHT:g}.",
+                    field="adapters",
+                )
+        parts = [
+            WeightedName(self._named(item.name, item.name, "adapters"), item.weight)
+            for item in given
+        ]
+        return [AdapterName(name_combination(parts))] * num_prompts
 
     def choose(self, model: str, lora_path: LoraPath, num_prompts: int) -> list[AdapterName | None]:
         """The adapter of each prompt, None where the base model answers alone."""

@@ -85,7 +85,7 @@ async def completion_job(
     server: ServerState, request: CompletionRequest, headers: Mapping[str, str]
 ) -> Job:
     service = server.accepting
-    if request.lora_path is None:
+    if request.lora_path is None and request.adapters is None:
         service.adapters.resolve(request.model)
     check_supported(request)
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
@@ -93,7 +93,7 @@ async def completion_job(
     sampling = await run(lambda: completion_sampling(request, service.defaults))
     check_logprobs(sampling, server.settings.max_logprobs, "logprobs")
     prompts = await run(lambda: prompts_of(request))
-    adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
+    adapters = service.adapters.choose_for(request, len(prompts))
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, len(prompts), sampling.n))
         tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
@@ -118,7 +118,7 @@ async def completion_job(
 
 async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
     service = server.accepting
-    [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
+    [adapter] = service.adapters.choose_for(request, 1)
     check_supported(request)
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
     run = aside if _is_large(request) or request.tools else _at_once

@@ -52,6 +52,13 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: Unsupported = None
 
 
+class WeightedAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """One of several adapters that answer together."""
+
+    name: str
+    weight: float = 1.0
+
+
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chats have in common."""
 
@@ -106,6 +113,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     json_schema: str | dict[str, Any] | None = None
     no_stop_trim: bool | None = None
     lora_path: str | list[str | None] | None = None
+    adapters: list[WeightedAdapter] | None = None
+    """Several adapters, each with its weight, whose sum answers."""
     """The name of an adapter, or one for each prompt; null is the base model."""
 
     user: Ignored = None

@@ -19,12 +19,18 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyroots.adapter_names import LoraModule, name_fault, split_revision
+from manyroots.adapter_names import (
+    LoraModule,
+    combined_names,
+    is_combination,
+    name_fault,
+    split_revision,
+)
 from manyroots.config import LoraSettings
 from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, WaitingMessages
 from manyroots.engine.adapter_reads import Finished, Reads
@@ -34,7 +40,12 @@ from manyroots.errors import (
     RequestError,
     UnavailableError,
 )
-from manyroots.ids import AdapterName, RequestId, Tier
+from manyroots.ids import AdapterDigest, AdapterName, RequestId, Tier
+from manyroots.lora.combination import (
+    FoundPart,
+    combined_path,
+    content_name,
+)
 from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import (
@@ -75,6 +86,8 @@ class AdapterFiles:
     """Nothing will be read any more."""
     read_memory: Callable[[MemoryAdapter], tuple[AdapterSpec, AdapterWeights]] | None = None
     """The same of an adapter in memory; None where none is taken."""
+    read_combined: Callable[[Sequence[FoundPart]], tuple[AdapterSpec, AdapterWeights]] | None = None
+    """The same of several with weights; None where none are combined."""
     sources: AdapterSources | None = None
     """Where folders come from, if the execute half fetches, too; None: the directory's own."""
 
@@ -142,6 +155,12 @@ class AdapterDirectory:
 
     def handle(self, message: AdapterMessage) -> None:
         """Carry out a message, now or when its turn in the name's entry has come."""
+        if isinstance(message, Submit) and is_combination(str(message.adapter)):
+            self._combine(message)
+            return
+        self._handle(message)
+
+    def _handle(self, message: AdapterMessage) -> None:
         entry = self._entry_of(message)
         if entry is not None and entry.name in self._found:
             self._found.move_to_end(entry.name)
@@ -223,7 +242,7 @@ class AdapterDirectory:
         """Whether what a request names can be held now."""
         assert submit.adapter is not None
         name, revision = split_revision(submit.adapter)
-        return self._scheduler.has_adapter(AdapterName(name), revision)
+        return self._scheduler.find_adapter(AdapterName(name), revision) is not None
 
     def _name_fault(self, name: str) -> str | None:
         if name in self._base_names:
@@ -233,6 +252,8 @@ class AdapterDirectory:
     def _carry_out(self, entry: AdapterEntry, message: AdapterMessage) -> None:
         """Nothing of this name is under way."""
         match message:
+            case Submit() if is_combination(str(message.adapter)) and entry.combines is None:
+                self._combine(message)
             case Submit() if self._is_alive(message):
                 self.submit(message)
             case Submit() if self._scheduler.adapter(entry.name) is not None:
@@ -256,18 +277,67 @@ class AdapterDirectory:
             case _:
                 self._refuse_unknown(message)
 
+    def _combine(self, submit: Submit) -> None:
+        """A request for several adapters: each is read if it is not, then their sum is what it
+        waits for, under a name of its own."""
+        assert submit.adapter is not None
+        found: list[FoundPart] = []
+        for part in combined_names(submit.adapter):
+            name, revision = split_revision(part.name)
+            version = self._scheduler.find_adapter(AdapterName(name), revision)
+            if version is not None:
+                found.append(FoundPart(version.path, version.digest, part.weight))
+                continue
+            entry = self._entry_of(replace(submit, adapter=AdapterName(part.name)))
+            if entry is None or (revision is not None and self._scheduler.adapter(entry.name)):
+                self._refuse(submit, _no_such_model(part.name), ErrorKind.NOT_FOUND)
+                return
+            entry.waiting.append(submit)
+            if not entry.is_reading:
+                assert entry.module is not None
+                self._begin(entry, entry.module.path, None)
+            return
+        name = content_name(found)
+        if name not in self._entries:
+            module = LoraModule(name, combined_path(found))
+            entry = AdapterEntry(name, module, WaitingMessages(self._where), combines=tuple(found))
+            self._entries[name] = entry
+            self._found[name] = None
+        self._handle(replace(submit, adapter=name))
+
+    def _forget_combinations(self, digest: AdapterDigest) -> None:
+        """Sums with a content that nobody may ask for any more."""
+        for name in list(self._found):
+            entry = self._entries[name]
+            is_part = any(part.digest == digest for part in entry.combines or ())
+            if is_part and not entry.is_reading and not entry.waiting:
+                if self._scheduler.adapter(name) is not None:
+                    self._scheduler.unload_adapter(name)
+                del self._found[name], self._entries[name]
+
     def _begin(self, entry: AdapterEntry, path: str, load: LoadLora | PublishLora | None) -> None:
         entry.is_reading, entry.load = True, load
+        if entry.combines is not None:
+            self.reads.begin(entry, partial(self._read_combined, entry))
+            return
         if isinstance(load, PublishLora):
             self.reads.begin(entry, partial(self._read_memory, load))
             return
 
         def job() -> _Read:
             located = self._locate(entry.name, path, load)
-            with self._sources.reading(located.folder) as folder:
+            with self._sources.reading(Path(located.folder)) as folder:
                 return _Read(located, *self._files.read(folder, located.allowed_dirs))
 
         self.reads.begin(entry, job, is_slow=not path or is_address(path))
+
+    def _read_combined(self, entry: AdapterEntry) -> _Read:
+        """On a thread that reads."""
+        assert entry.combines is not None
+        assert self._files.read_combined is not None
+        assert entry.module is not None
+        spec, weights = self._files.read_combined(entry.combines)
+        return _Read(Located(entry.module.path, None, "(combined)"), spec, weights)
 
     def _read_memory(self, load: PublishLora) -> _Read:
         """On a thread that reads."""
@@ -313,6 +383,8 @@ class AdapterDirectory:
         folder = str(read.located.folder)
         self._scheduler.load_adapter(entry.name, spec, path=folder, is_pinned=is_pinned)
         is_unchanged = before is not None and before.digest == spec.digest
+        if before is not None and not is_unchanged:
+            self._forget_combinations(before.digest)
         if self._scheduler.take_adapter_copy(spec.digest):
             self._files.keep(read.weights)
         logger.info("adapter %s: rank %d, %d bytes, %s", entry.name, spec.rank, spec.num_bytes,
@@ -358,6 +430,7 @@ class AdapterDirectory:
         if self._scheduler.adapter(entry.name) is not None:
             num_free = self._scheduler.stats().num_free_pages
             unloaded = self._scheduler.unload_adapter(entry.name)
+            self._forget_combinations(unloaded.version.digest)
             reply = LoraReply(
                 message.op_id,
                 path=unloaded.version.path,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from manyroots.adapter_names import LoraModule
 from manyroots.ids import AdapterName, RequestId
+from manyroots.lora.combination import FoundPart
 from manyroots.messages import LoadLora, PublishLora, Submit, UnloadLora
 
 AdapterMessage = Submit | LoadLora | PublishLora | UnloadLora
@@ -75,6 +76,8 @@ class AdapterEntry:
     module: LoraModule | None
     """Where its files are. None: the name means nothing yet."""
     waiting: WaitingMessages
+    combines: tuple[FoundPart, ...] | None = None
+    """What it is the sum of; None for an adapter with files."""
     is_reading: bool = False
     load: LoadLora | PublishLora | None = None
     """What the read under way was asked by; None if by a request."""

@@ -19,6 +19,8 @@ import torch
 from manyroots.config import LoraSettings
 from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_directory import AdapterFiles
+from manyroots.errors import AdapterError
+from manyroots.lora.combination import FoundPart, parts_of_path
 from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.spec import AdapterSpec
@@ -26,6 +28,7 @@ from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_base import BaseRows
+from manyroots.store.adapter_combination import combine
 from manyroots.store.adapter_files import foresee, read_files, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
@@ -118,7 +121,24 @@ def build_adapter_runtime(
             pinned.lock(found[1].buffer)
         return found
 
+    def read_combined(found: Sequence[FoundPart]) -> tuple[AdapterSpec, AdapterWeights]:
+        parts = []
+        for part in found:
+            with sources.reading(Path(part.path)) as folder:
+                spec, weights = read(folder, None)
+            if spec.digest != part.digest:
+                raise AdapterError(
+                    f"the files at {part.path} changed since the adapter was opened; load it again"
+                )
+            parts.append((spec, weights, part.weight))
+        made = combine(parts, served, max_rank=settings.max_lora_rank, allocate=pinned or pageable)
+        if pinned is not None:
+            pinned.lock(made[1].buffer)
+        return made
+
     def read_part(path: str) -> AdapterWeights:
+        if (parts := parts_of_path(path)) is not None:
+            return cut_adapter(read_combined(parts)[1], shard, own)
         # The digest shows whether files that were allowed once have been replaced since.
         with sources.reading(Path(path)) as folder:
             return cut_adapter(read(folder, None)[1], shard, own)
@@ -133,7 +153,9 @@ def build_adapter_runtime(
     )
     loader = make_loader(read_part, pool)
     _log(settings, num_slots, len(served), slot_bytes(settings, model, dtype))
-    files = AdapterFiles(read, loader.keep, read_memory=read_memory, sources=sources)
+    files = AdapterFiles(
+        read, loader.keep, read_memory=read_memory, read_combined=read_combined, sources=sources
+    )
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
 

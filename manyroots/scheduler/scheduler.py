@@ -181,9 +181,9 @@ class Scheduler:
         """What a name means now; None if it takes no requests."""
         return self._adapters.registry.loaded.get(name)
 
-    def has_adapter(self, name: AdapterName, revision: str | None) -> bool:
-        """Whether a request could hold it now."""
-        return self._adapters.registry.find(name, revision) is not None
+    def find_adapter(self, name: AdapterName, revision: str | None) -> AdapterVersion | None:
+        """What a request could hold now; None if it is not there."""
+        return self._adapters.registry.find(name, revision)
 
     def whereabouts(self, name: AdapterName) -> Tier:
         """Where the weights are of an adapter that is loaded."""

@@ -44,7 +44,8 @@ MAX_UNKNOWN = 10_000
 class Located:
     """An adapter's folder on this machine."""
 
-    folder: Path
+    folder: Path | str
+    """A text stands for several folders (`lora/combination.py`)."""
     allowed_dirs: tuple[Path, ...] | None
     """Where its files may lie after links are followed; None for anywhere."""
     shown: str
@@ -149,7 +150,7 @@ class AdapterSources:
             yield folder
             return
         if not folder.is_dir() and (source := self._cache.source_of(folder)) is not None:
-            folder = self._fetched(parse_address(source)).folder
+            folder = Path(self._fetched(parse_address(source)).folder)
         with self._cache.reading(folder):
             try:
                 yield folder

@@ -1,78 +1,85 @@
 """One function per invariant of the cache; each raises AssertionError saying what is wrong.
 
-For tests and the simulator, which call `audit` after every step. Reads everything, O(units), but
-walks the tree once: what is checked page by page is checked on arrays of all pages (`View`).
+For tests and the simulator, which call `audit` after every step. Reads everything, O(units), on
+plain lists (`View`): the caches of tests are small, and numpy would spend longer on each call than
+on what it computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-
-import numpy as np
-import numpy.typing as npt
+from itertools import compress
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.keys import HASH_BYTES
 from manyroots.cache.lease import Lease
-from manyroots.cache.planes import ABSENT, Plane, Units
+from manyroots.cache.planes import ABSENT, Plane
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import Tier
-from manyroots.step import Bools
 
-Int64s = npt.NDArray[np.int64]
+
+class PoolView:
+    """A plane's pool as lists."""
+
+    def __init__(self, cache: PrefixCache, plane: Plane) -> None:
+        self.plane = plane
+        self.pool = cache.index.pools[plane.index]
+        self.holders: list[int] = self.pool.holders.tolist()
+        self.indexed: list[bool] = self.pool.indexed.tolist()
+        self.free: list[int] = self.pool.free_units().tolist()
+        # What is absent counts as unit -1, the last of this list.
+        self.by_unit = [*self.holders, 0].__getitem__
+
+    @property
+    def where(self) -> str:
+        return f"{self.plane.family.name} on {self.plane.tier.value}"
+
+
+class NodeView:
+    """A node's units as lists, by plane."""
+
+    def __init__(self, node: Node, pools: list[PoolView]) -> None:
+        self.node = node
+        self.units: list[list[int]] = []
+        self.counts: list[int] = []
+        """Pages that have a unit."""
+        self.holders: list[list[int]] = []
+        """Of each page's unit; 0 where there is none."""
+        self.num_loose: list[int] = []
+        """Units without a holder."""
+        for array, pool in zip(node.units, pools, strict=True):
+            units = array.tolist()
+            holders = list(map(pool.by_unit, units))
+            num_absent = units.count(ABSENT)
+            self.units.append(units)
+            self.counts.append(len(units) - num_absent)
+            self.holders.append(holders)
+            self.num_loose.append(holders.count(0) - num_absent)
 
 
 class View:
-    """The tree as arrays: for each plane one of all pages, node after node, parents first."""
+    """The cache as lists, read once."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
-        self.nodes = list(cache.index.tree.nodes())
-        numbers = {id(node): number for number, node in enumerate(self.nodes)}
-        self.parents: Int64s = np.array([numbers.get(id(n.parent), -1) for n in self.nodes], int)
-        """The number of each node's parent; -1 for the root."""
-        sizes: Int64s = np.array([node.num_pages for node in self.nodes], int)
-        self.ends: Int64s = np.cumsum(sizes)
-        self.starts: Int64s = self.ends - sizes
-        self.is_first = np.zeros(int(sizes.sum()), np.bool_)
-        """For each page, whether its node begins there."""
-        self.is_first[self.starts[sizes > 0]] = True
-
-        self._units: dict[int, Units] = {}
-
-    def units(self, plane: Plane) -> Units:
-        """The unit of every page."""
-        units = self._units.get(plane.index)
-        if units is None:
-            units = np.concatenate([node.units[plane.index] for node in self.nodes])
-            self._units[plane.index] = units
-        return units
-
-    def by_node(self, marks: Bools) -> Int64s:
-        """For each node, how many of its pages are marked."""
-        before = np.concatenate(([0], np.cumsum(marks)))
-        return before[self.ends] - before[self.starts]
-
-    def holders(self, plane: Plane) -> Int64s:
-        """How many hold each page's unit; 0 where there is none."""
-        units = self.units(plane)
-        return np.where(units == ABSENT, 0, self.cache.index.pools[plane.index].holders[units])
+        self.planes = cache.layout.planes
+        self.is_ordered = [plane.is_ordered for plane in self.planes]
+        self.pools = [PoolView(cache, plane) for plane in self.planes]
+        self.nodes = [NodeView(node, self.pools) for node in cache.index.tree.nodes()]
+        """Parents first."""
 
 
 def audit(cache: PrefixCache) -> None:
     """Every invariant."""
-    units_balance(cache)
-    holders_are_leases_transfers_and_keeps(cache)
-    free_units_are_nobodys(cache)
     view = View(cache)
+    units_balance(view)
+    holders_are_leases_transfers_and_keeps(view)
+    free_units_are_nobodys(view)
     nodes_are_linked(view)
     namespaces_know_where_they_begin(view)
     first_pages_are_counted(view)
     owners_take_over_once(view)
     queues_are_true(view)
-    if not view.nodes:
-        nothing_is_indexed(cache)
-        return
     index_is_the_tree(view)
     counts_are_true(view)
     pages_are_supported(view)
@@ -82,39 +89,44 @@ def audit(cache: PrefixCache) -> None:
     spare_units_are_queued(view)
 
 
-def units_balance(cache: PrefixCache) -> None:
+def units_balance(view: View) -> None:
     """Ledger H10: free + cached + held = total, on every plane."""
-    for plane, pool in zip(cache.layout.planes, cache.index.pools, strict=True):
-        held = int(np.count_nonzero(pool.holders > 0))
-        cached = int(np.count_nonzero((pool.holders == 0) & pool.indexed))
-        where = f"{plane.family.name} on {plane.tier.value}"
-        assert not np.count_nonzero(pool.holders < 0), f"{where}: a unit has fewer than no holders"
+    for each in view.pools:
+        pool, holders, where = each.pool, each.holders, each.where
+        assert len(holders) == pool.num_units, where
+        assert min(holders) >= 0, f"{where}: a unit has fewer than no holders"
+        held = len(holders) - holders.count(0)
+        cached = list(zip(holders, each.indexed, strict=True)).count((0, True))
         assert pool.num_cached == cached, f"{where}: num_cached {pool.num_cached} is {cached}"
         assert pool.num_held == held, f"{where}: num_held {pool.num_held} is {held}"
         assert pool.num_free + cached + held == pool.num_units, where
 
 
-def holders_are_leases_transfers_and_keeps(cache: PrefixCache) -> None:
-    counted: list[list[int]] = [[] for _ in cache.layout.planes]
+def holders_are_leases_transfers_and_keeps(view: View) -> None:
+    cache = view.cache
+    counted = [[0] * len(pool.holders) for pool in view.pools]
     for lease in cache.open_leases.values():
         _count_lease(cache, lease, counted)
     for move in cache.transfers.moves():
-        counted[move.source.index] += move.source_units.tolist() + move.path.tolist()
+        _count(counted[move.source.index], move.source_units.tolist())
+        _count(counted[move.source.index], move.path.tolist())
         if move.target is not None:
-            counted[move.target.index] += move.target_units.tolist()
+            _count(counted[move.target.index], move.target_units.tolist())
     for ticket in cache.prefetcher.tickets():
         for plane, units in ticket.units.values():
-            counted[plane.index] += units.tolist()
+            _count(counted[plane.index], units.tolist())
     for keep in cache.keeper.open:
         for plane_index, units in keep.units.items():
-            assert cache.layout.planes[plane_index].tier is Tier.HOST, "a waiting one keeps device"
-            counted[plane_index] += units.tolist()
-    for plane, pool, held in zip(cache.layout.planes, cache.index.pools, counted, strict=True):
-        count = np.bincount(np.array(held, int), minlength=pool.num_units)
-        wrong = np.flatnonzero(count != pool.holders)
-        assert not len(wrong), (
-            f"{plane}: units {wrong} have holders {pool.holders[wrong]}, counted {count[wrong]}"
-        )
+            assert view.planes[plane_index].tier is Tier.HOST, "a waiting one keeps device"
+            _count(counted[plane_index], units.tolist())
+    for pool, held in zip(view.pools, counted, strict=True):
+        assert held == pool.holders, f"{pool.where}: holders {pool.holders}, counted {held}"
+
+
+def _count(holders: list[int], units: list[int]) -> None:
+    for unit in units:
+        assert unit >= 0, "a holder of no unit"
+        holders[unit] += 1
 
 
 def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> None:
@@ -124,48 +136,39 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
             held = [unit for unit in table if unit != ABSENT]
             assert len(set(held)) == len(held), "a lease holds a unit twice"
             dead = table[: lease.first_live[plane.index]]
-            assert all(unit == ABSENT for unit in dead), "a unit behind the window is held"
-            counted[plane.index] += held
+            assert dead.count(ABSENT) == len(dead), "a unit behind the window is held"
+            _count(counted[plane.index], held)
     for family, unit in (*lease.states.items(), *lease.resumed.items()):
-        counted[family].append(unit)
+        _count(counted[family], [unit])
     for checkpoint in lease.checkpoints:
-        counted[checkpoint.family].append(checkpoint.unit)
+        _count(counted[checkpoint.family], [checkpoint.unit])
     for plane_index, duplicates in lease.duplicates:
-        counted[plane_index] += duplicates.tolist()
+        _count(counted[plane_index], duplicates.tolist())
     for family, _, unit in lease.onboarding:
-        counted[cache.layout.host[family].index].append(unit)
+        _count(counted[cache.layout.host[family].index], [unit])
 
 
-def free_units_are_nobodys(cache: PrefixCache) -> None:
-    for pool in cache.index.pools:
-        free = pool.free_units()
-        is_free = np.zeros(pool.num_units, np.bool_)
-        is_free[free] = True
-        assert np.count_nonzero(is_free) == pool.num_free == len(free), "a unit is free twice"
-        assert not np.count_nonzero(pool.holders[free]), "a free unit is held"
-        assert not np.count_nonzero(pool.indexed[free]), "a free unit is indexed"
-
-
-def nothing_is_indexed(cache: PrefixCache) -> None:
-    """The tree is empty: no unit counts as findable."""
-    for pool in cache.index.pools:
-        assert not np.count_nonzero(pool.indexed), "tree and flags disagree"
-    root = cache.index.tree.root
-    assert not any(root.below), "a node's count of children is wrong"
+def free_units_are_nobodys(view: View) -> None:
+    for each in view.pools:
+        free = each.free
+        assert len(set(free)) == each.pool.num_free == len(free), "a unit is free twice"
+        for unit in free:
+            assert not each.holders[unit], "a free unit is held"
+            assert not each.indexed[unit], "a free unit is indexed"
 
 
 def index_is_the_tree(view: View) -> None:
-    for plane in view.cache.layout.planes:
-        pool, units = view.cache.index.pools[plane.index], view.units(plane)
-        # Moved up by one: what is absent counts as unit -1, of which there are any number.
-        count = np.bincount(units + 1, minlength=pool.num_units + 1)[1:]
-        assert count.max() <= 1, "the tree leads to a unit twice"
-        assert not np.count_nonzero(count != pool.indexed), "tree and flags disagree"
+    for plane, pool in enumerate(view.pools):
+        found = [unit for each in view.nodes for unit in each.units[plane] if unit != ABSENT]
+        indexed = set(compress(range(len(pool.indexed)), pool.indexed))
+        assert len(set(found)) == len(found), "the tree leads to a unit twice"
+        assert set(found) == indexed, "tree and flags disagree"
 
 
 def nodes_are_linked(view: View) -> None:
     page_bytes = view.cache.page_size * TOKEN_BYTES
-    for node in view.nodes:
+    for each in view.nodes:
+        node = each.node
         assert node.is_attached
         assert node.parent is not None
         assert node.owner is not None
@@ -173,93 +176,99 @@ def nodes_are_linked(view: View) -> None:
         assert node.end == node.first + node.num_pages, "a node does not end where its pages do"
         assert len(node.keys) == node.num_pages * page_bytes
         assert len(node.hashes) in (0, node.num_pages * HASH_BYTES), "a page without its hash"
-        assert {*map(len, node.units)} == {node.num_pages}
+        for units in each.units:
+            assert len(units) == node.num_pages
         assert node.first == node.parent.end, "a node does not begin where its parent ends"
         assert node.parent.children[(node.owner, node.keys[:page_bytes])] is node
 
 
 def counts_are_true(view: View) -> None:
-    root = view.cache.index.tree.root
-    for plane in view.cache.layout.planes:
-        counts = view.by_node(view.units(plane) != ABSENT)
-        own = np.array([node.counts[plane.index] for node in view.nodes])
-        assert np.array_equal(own, counts), "a node's count is wrong"
-        # Moved up by one, so that the root's children are counted too.
-        below = np.bincount(view.parents[counts > 0] + 1, minlength=len(view.nodes) + 1)
-        own = np.array([node.below[plane.index] for node in (root, *view.nodes)])
-        assert np.array_equal(own, below), "a node's count of children is wrong"
+    for each in view.nodes:
+        assert each.node.counts == each.counts, "a node's count is wrong"
+    for node in (view.cache.index.tree.root, *(each.node for each in view.nodes)):
+        children = node.children.values()
+        for plane, below in enumerate(node.below):
+            count = sum([1 for child in children if child.counts[plane]]) if children else 0
+            assert below == count, "a node's count of children is wrong"
 
 
 def pages_are_supported(view: View) -> None:
     """H08: no page without a unit it can't do without, where a family is ordered."""
     layout = view.cache.layout
     if any(plane.family.is_ordered for plane in layout.device):
-        is_supported = np.zeros(len(view.is_first), np.bool_)
-        for plane in layout.spine:
-            is_supported |= view.units(plane) != ABSENT
-        assert not np.count_nonzero(~is_supported), "a page that nothing can resume through"
+        spine = [plane.index for plane in layout.spine]
+        bare = (ABSENT,) * len(spine)
+        for each in view.nodes:
+            pages = zip(*(each.units[plane] for plane in spine), strict=True)
+            assert bare not in pages, "a page that nothing can resume through"
 
 
 def held_units_have_held_units_above(view: View) -> None:
     """With `device_units_have_no_holes`: all the way up."""
-    for plane in view.cache.layout.planes:
-        if plane.is_ordered:
-            assert not _follows_a_gap(view, view.holders(plane) > 0), (
-                "a held unit lies below a loose one"
-            )
+    for plane, is_ordered in enumerate(view.is_ordered):
+        if is_ordered:
+            holders = {id(each.node): each.holders[plane] for each in view.nodes}
+            assert not _follows_a_gap(view, holders, 0), "a held unit lies below a loose one"
 
 
 def device_units_have_no_holes(view: View) -> None:
     """An ordered family's device units have device units above them, all the way."""
     for plane in view.cache.layout.device:
         if plane.family.is_ordered:
-            assert not _follows_a_gap(view, view.units(plane) != ABSENT), (
-                "a hole in an ordered family"
-            )
+            units = {id(each.node): each.units[plane.index] for each in view.nodes}
+            assert not _follows_a_gap(view, units, ABSENT), "a hole in an ordered family"
 
 
-def _follows_a_gap(view: View, marks: Bools) -> bool:
-    """Whether a marked page comes behind one, in its node or its parent, that is not."""
-    within = marks[1:] & ~marks[:-1] & ~view.is_first[1:]
-    behind_parents = view.parents >= 0
-    firsts = marks[view.starts[behind_parents]]
-    lasts = marks[view.ends[view.parents[behind_parents]] - 1]
-    return bool(np.count_nonzero(within) or np.count_nonzero(firsts & ~lasts))
+def _follows_a_gap(view: View, pages: dict[int, list[int]], gap: int) -> bool:
+    """Whether a page comes behind one, in its node or its parent, that is a gap. `pages`: by
+    node, a number for each page; `gap` is the number of a gap."""
+    for each in view.nodes:
+        own = pages[id(each.node)]
+        before = pages.get(id(each.node.parent))
+        if own[0] != gap and before is not None and before[-1] == gap:
+            return True
+        num_gaps = own.count(gap)
+        if num_gaps and own[-num_gaps:].count(gap) < num_gaps:
+            return True
+    return False
 
 
 def loose_units_are_queued(view: View) -> None:
     """What counts as available will be found by the evictor."""
-    for plane in view.cache.layout.planes:
-        is_loose = (view.units(plane) != ABSENT) & (view.holders(plane) == 0)
-        for number in np.flatnonzero(view.by_node(is_loose)).tolist():
-            node: Node = view.nodes[number]
-            is_tail = not (plane.is_ordered and node.below[plane.index])
-            assert not is_tail or node.queued >> plane.index & 1, (
-                f"loose units not up for eviction: {plane}"
-            )
+    for each in view.nodes:
+        node = each.node
+        for plane, num_loose in enumerate(each.num_loose):
+            if num_loose and not node.queued >> plane & 1:
+                is_tail = not (view.is_ordered[plane] and node.below[plane])
+                assert not is_tail, f"loose units not up for eviction: {view.planes[plane]}"
 
 
 def spare_units_are_queued(view: View) -> None:
     """What can be spared will be found by the evictor before all else."""
-    for plane, evictor in zip(view.cache.layout.planes, view.cache.evictors, strict=True):
+    for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         if plane.family.reach is None or not evictor.is_up_to_date:
             continue
         _, (spare_bit, _) = evictor.queues
-        for node in view.nodes:
-            assert node.queued & spare_bit or not len(evictor.spare(node)), (
-                f"units that can be spared are not up for it: {plane}"
-            )
+        for each in view.nodes:
+            if each.num_loose[plane.index] and not each.node.queued & spare_bit:
+                assert not len(evictor.spare(each.node)), (
+                    f"units that can be spared are not up for it: {plane}"
+                )
 
 
 def queues_are_true(view: View) -> None:
     """A node is in one queue of each plane that says so, and a queue's units are counted."""
-    for plane, evictor in zip(view.cache.layout.planes, view.cache.evictors, strict=True):
+    for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         for bit, queues in evictor.queues:
+            queued = []
             for queue in queues:
-                units = sum(entry[3] for entry in queue.entries)
+                units = 0
+                for _, _, node, num_units in queue.entries:
+                    units += num_units
+                    if node.is_attached:
+                        queued.append(id(node))
                 assert units == queue.num_units, f"a queue's units are counted wrongly: {plane}"
-            queued = [id(e[2]) for queue in queues for e in queue.entries if e[2].is_attached]
-            marked = {id(node) for node in view.nodes if node.queued & bit}
+            marked = {id(each.node) for each in view.nodes if each.node.queued & bit}
             assert len(queued) == len(marked), f"a node is queued twice, or not at all: {plane}"
             assert set(queued) == marked, f"a node is not in its queue: {plane}"
     if view.cache.forks is not None:
@@ -274,7 +283,8 @@ def first_pages_are_counted(view: View) -> None:
 
 
 def namespaces_know_where_they_begin(view: View) -> None:
-    begins = {n.serial for n in view.nodes if n.parent and n.parent.namespace != n.namespace}
+    nodes = [each.node for each in view.nodes]
+    begins = {n.serial for n in nodes if n.parent and n.parent.namespace != n.namespace}
     known = {serial for starts in view.cache.index.tree.by_namespace.values() for serial in starts}
     assert begins == known, "the index of namespaces is wrong"
 
@@ -282,7 +292,8 @@ def namespaces_know_where_they_begin(view: View) -> None:
 def owners_take_over_once(view: View) -> None:
     """N22, N23: from base to an adapter and never back, for one tenant. Where an adapter begins
     inside a page, that page is a node of its own."""
-    for node in view.nodes:
+    for each in view.nodes:
+        node = each.node
         owner, parent = node.owner, node.parent
         assert owner is not None
         assert parent is not None

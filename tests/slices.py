@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -79,10 +79,16 @@ class Tally:
 class SliceFile:
     """The file: a line that says what is run, then one for each slice that is done."""
 
-    def __init__(self, path: Path | None, what: str, first_seed: int) -> None:
+    def __init__(
+        self, path: Path | None, what: str, first_seed: int, num_seeds: int = SEEDS_PER_SLICE
+    ) -> None:
+        """`num_seeds`: of each slice."""
         self._path = path
+        self.num_seeds = num_seeds
         self.done: dict[int, Slice] = {}
         header = {"what": what, "first_seed": first_seed, "code": code_digest()}
+        if num_seeds != SEEDS_PER_SLICE:
+            header["seeds_per_slice"] = num_seeds
         if path is None:
             return
         if not path.exists():
@@ -138,10 +144,11 @@ def run_slices(
     tally, run, began = Tally(first_seed), state.next_run, time.monotonic()
     for done in state.done.values():
         tally.add(done)
-    upto = max(state.done, default=first_seed)
+    upto, num_seeds = max(state.done, default=first_seed), state.num_seeds
     # Seeds that follow each other: what an end by force left out comes first, enough or not.
-    missed = deque(s for s in range(first_seed, upto, SEEDS_PER_SLICE) if s not in state.done)
-    fresh = itertools.count(upto + SEEDS_PER_SLICE * bool(state.done), SEEDS_PER_SLICE)
+    missed = deque(s for s in range(first_seed, upto, num_seeds) if s not in state.done)
+    fresh = itertools.count(upto + num_seeds * bool(state.done), num_seeds)
+    run_one = partial(run_slice, run_seed, num_seeds)
 
     def next_seed() -> int | None:
         if limit_s is not None and time.monotonic() - began > limit_s:
@@ -157,15 +164,15 @@ def run_slices(
 
     if jobs == 1:
         while (seed := next_seed()) is not None:
-            take(run_slice(run_seed, seed))
+            take(run_one(seed))
     else:
-        _run_on(jobs, run_seed, next_seed, take)
+        _run_on(jobs, run_one, next_seed, take)
     return tally, is_enough(tally) and not missed
 
 
 def _run_on(
     jobs: int,
-    run_seed: RunSeed,
+    run_one: Callable[[int], Slice],
     next_seed: Callable[[], int | None],
     take: Callable[[Slice], None],
 ) -> None:
@@ -174,7 +181,7 @@ def _run_on(
         under_way: set[Future[Slice]] = set()
         while True:
             while len(under_way) <= jobs and (seed := next_seed()) is not None:
-                under_way.add(pool.submit(run_slice, run_seed, seed))
+                under_way.add(pool.submit(run_one, seed))
             if not under_way:
                 return
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
@@ -182,16 +189,16 @@ def _run_on(
                 take(each.result())
 
 
-def run_slice(run_seed: RunSeed, first_seed: int) -> Slice:
+def run_slice(run_seed: RunSeed, num_seeds: int, first_seed: int) -> Slice:
     began, counts = time.process_time(), Counter[str]()
     failures: dict[int, str] = {}
-    for seed in range(first_seed, first_seed + SEEDS_PER_SLICE):
+    for seed in range(first_seed, first_seed + num_seeds):
         found, failure = run_seed(seed)
         counts.update(found)
         if failure is not None:
             failures[seed] = failure
     cpu_s = round(time.process_time() - began, 3)
-    return Slice(first_seed, SEEDS_PER_SLICE, dict(counts), failures, cpu_s)
+    return Slice(first_seed, num_seeds, dict(counts), failures, cpu_s)
 
 
 def command(
@@ -201,8 +208,12 @@ def command(
     *,
     description: str | None,
     argv: list[str] | None,
+    seeds_per_slice: int = SEEDS_PER_SLICE,
 ) -> int:
-    """The command line of a long run that goes on till the count called `amount` is reached."""
+    """The command line of a long run that goes on till the count called `amount` is reached.
+
+    `seeds_per_slice`: more where a seed takes milliseconds, or handing out slices takes longer.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {what}", description=description)
     parser.add_argument(f"--{amount}", type=int, required=True, metavar="N", help="at least")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first one")
@@ -216,7 +227,7 @@ def command(
         lambda tally: tally.counts[amount] >= wanted,
         first_seed=given.seed,
         jobs=given.jobs,
-        state=SliceFile(given.state, what, given.seed),
+        state=SliceFile(given.state, what, given.seed, seeds_per_slice),
         limit_s=given.limit_s,
     )
     print(f"{what}: {tally}")

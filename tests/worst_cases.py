@@ -5,11 +5,15 @@
 Each seed is one body: a route of the server's own OpenAPI document, a usual request, and one or two
 fields that are long, wide, deep, repeated or hostile to a parser. Without `http` the server is a
 real one but for its engine and runs in this process; with it, it is `manyroots serve` with a tiny
-model. While a body is on its way, `/live` is asked again and again. What must hold:
+model, one for each of `--jobs`. While a body is on its way, `/live` is asked again and again. What
+must hold:
 
 - the answer is a 4xx with a message, or good; the processes live on;
 - `/live` answers before the API process has used 100 ms more of processor time, in all threads;
 - neither the API's memory nor the engine's grows beyond a bound.
+
+The totals say how many bodies left `/live` within how much processor time. Without `http` it needs
+neither torch, transformers, pydantic, pytest nor the OpenAI client.
 """
 
 from __future__ import annotations
@@ -22,19 +26,22 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
 from tests.bodies import USUAL
-from tests.e2e.conftest import HEADERS, Server
 from tests.patience import PATIENCE_S
 from tests.slices import command
-from tests.tiny_server import tiny_server
 from tests.unit.api.harness import Harness
 
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Server
+
 LIVE_CPU_S = 0.1
+LIVE_CLASSES_MS = (1, 10, 50, 100)
 MAX_GROWTH_BYTES = 1 << 30
 _MAX_BYTES = (8 << 20) - 4096
 Make = Callable[[random.Random, int], Any]
@@ -193,6 +200,7 @@ class Asked:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self.worst_live_s = 0.0
+        """Of the last body."""
 
     def cpu_s(self) -> float:
         return time.process_time()
@@ -218,6 +226,7 @@ class Asked:
         """The answer's status, and what was wrong."""
         asked = asyncio.create_task(self._client.post(path, content=body))
         done, faults = False, []
+        self.worst_live_s = 0.0
         while not done:
             done = asked.done()
             begin = self.cpu_s()
@@ -244,6 +253,8 @@ class AskedOverHttp(Asked):
     most_bytes = _MAX_BYTES
 
     def __init__(self, server: Server) -> None:
+        from tests.e2e.conftest import HEADERS  # needs what the validators' part does not
+
         client = httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=PATIENCE_S)
         super().__init__(client)
         self._server = server
@@ -280,7 +291,14 @@ class _Run:
     def seed(self, seed: int) -> tuple[dict[str, int], str | None]:
         path, body = body_of(seed, self._routes, self.asked.most_bytes)
         status, why = self._loop.run_until_complete(self.asked.ask(path, body))
-        counts = {"bodies": 1, "bytes": len(body), f"answered {status // 100}xx": 1}
+        live_ms = self.asked.worst_live_s * 1000
+        most_ms = next((most for most in LIVE_CLASSES_MS if live_ms <= most), None)
+        counts = {
+            "bodies": 1,
+            "bytes": len(body),
+            f"answered {status // 100}xx": 1,
+            f"/live {f'within {most_ms}' if most_ms else f'beyond {LIVE_CLASSES_MS[-1]}'} ms": 1,
+        }
         return counts, None if why is None else f"POST {path} {body[:300]!r}: {why}"
 
 
@@ -294,20 +312,29 @@ def run_seed(seed: int) -> tuple[dict[str, int], str | None]:
     return _in_process().seed(seed)
 
 
+@cache
+def _over_http() -> _Run:
+    from tests.tiny_server import tiny_server
+
+    context = tiny_server()
+    run = _Run(AskedOverHttp(context.__enter__()))
+    # Not atexit: the processes of a pool end without it.
+    Finalize(None, context.__exit__, (None, None, None), exitpriority=10)
+    return run
+
+
+def run_seed_over_http(seed: int) -> tuple[dict[str, int], str | None]:
+    """One body at this process's server."""
+    return _over_http().seed(seed)
+
+
 def main() -> int:
     words = sys.argv[1:]
-    if words[:1] != ["http"]:
-        run, ran = run_seed, _in_process
-        code = command("tests.worst_cases", run, "bodies", description=__doc__, argv=words)
-        print(f"worst /live: {ran().asked.worst_live_s * 1000:.0f} ms of processor time")
-        return code
-    with tiny_server() as server:
-        over_http = _Run(AskedOverHttp(server))
-        code = command(
-            "tests.worst_cases http", over_http.seed, "bodies", description=__doc__, argv=words[1:]
-        )
-        print(f"worst /live: {over_http.asked.worst_live_s * 1000:.0f} ms of processor time")
-    return code
+    if words[:1] == ["http"]:
+        what, run, argv, num_seeds = "tests.worst_cases http", run_seed_over_http, words[1:], 10
+    else:
+        what, run, argv, num_seeds = "tests.worst_cases", run_seed, words, 100
+    return command(what, run, "bodies", description=__doc__, argv=argv, seeds_per_slice=num_seeds)
 
 
 if __name__ == "__main__":

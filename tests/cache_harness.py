@@ -9,6 +9,7 @@ index holds, as a plain dictionary.
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -55,10 +56,10 @@ def ints(*values: int) -> Int32s:
 
 def path_of(key: PrefixKey, tokens: list[int], num_pages: int, page_size: int) -> Path:
     """The name of page `num_pages - 1` of a sequence."""
-    return tuple(
-        (key.at(i), ints(*tokens[i * page_size : (i + 1) * page_size]).tobytes())
-        for i in range(num_pages)
-    )
+    tokens = tokens[: num_pages * page_size]
+    told = struct.pack(f"<{len(tokens)}i", *tokens)
+    size = page_size * 4
+    return tuple([(key.at(i), told[i * size : (i + 1) * size]) for i in range(num_pages)])
 
 
 @cache

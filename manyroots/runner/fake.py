@@ -181,12 +181,13 @@ class FakeRunner:
                 self._check_held(sequence, index, unit)
                 self._memory[index, Tier.DEVICE, unit] = [sequence.digests[end - 1]]
                 continue
-            for page in range(begin // self._page_size, -(-end // self._page_size)):
-                self._check_held(sequence, index, sequence.tables[index][page])
-            for position in range(begin, end):
-                page, offset = divmod(position, self._page_size)
-                content = self._unit(index, sequence.tables[index][page])
-                content[offset] = sequence.digests[position]
+            size = self._page_size
+            for page in range(begin // size, -(-end // size)):
+                unit = sequence.tables[index][page]
+                self._check_held(sequence, index, unit)
+                begins, ends = max(begin, page * size), min(end, (page + 1) * size)
+                content = self._unit(index, unit)
+                content[begins - page * size : ends - page * size] = sequence.digests[begins:ends]
         sequence.num_computed_tokens = end
 
     def _check_states(self, sequence: _Sequence) -> None:
@@ -209,16 +210,18 @@ class FakeRunner:
             if not family.is_ordered:
                 # Within the page the window may begin later; only what it covers is read.
                 first = max(first, begin - getattr(family, "window", begin + 1) + 1, 0)
-            end = sequence.num_computed_tokens
-            for page in range(first // self._page_size, -(-end // self._page_size)):
-                self._check_held(sequence, index, sequence.tables[index][page])
-            for position in range(first, end):
-                page, offset = divmod(position, self._page_size)
+            end, size = sequence.num_computed_tokens, self._page_size
+            for page in range(first // size, -(-end // size)):
                 unit = sequence.tables[index][page]
-                if unit < 0 or self._unit(index, unit)[offset] != sequence.digests[position]:
+                self._check_held(sequence, index, unit)
+                begins, ends = max(first, page * size), min(end, (page + 1) * size)
+                held = self._unit(index, unit)[begins - page * size : ends - page * size]
+                digests = sequence.digests[begins:ends]
+                if unit < 0 or held != digests:
+                    is_right = [unit >= 0 and a == b for a, b in zip(held, digests, strict=True)]
                     raise RuntimeError(
                         f"request {sequence.request_id}: unit {unit} of family {family.name} does "
-                        f"not hold position {position} of this sequence"
+                        f"not hold position {begins + is_right.index(False)} of this sequence"
                     )
 
     def _check_held(self, sequence: _Sequence, family: int, unit: int) -> None:
@@ -237,10 +240,11 @@ class FakeRunner:
 
     def _unit(self, family: int, unit: int) -> list[int | None]:
         key = (family, Tier.DEVICE, unit)
-        if key not in self._memory:
+        content = self._memory.get(key)
+        if content is None:
             width = 1 if self._families[family].is_state else self._page_size
-            self._memory[key] = [None] * width
-        return self._memory[key]
+            content = self._memory[key] = [None] * width
+        return content
 
     def _begin_copy(self, copy: Copy) -> None:
         """Read the sources now: whoever reuses them later must not change what is copied."""

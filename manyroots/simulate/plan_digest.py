@@ -23,34 +23,35 @@ class PlanDigest:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, plan: Plan) -> None:
-        self._feed(plan)
+        parts: list[str | bytes] = []
+        _tell(plan, parts)
+        self._hash.update(b"".join([p.encode() if isinstance(p, str) else p for p in parts]))
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
 
-    def _feed(self, value: object) -> None:
-        """Every value goes in with its type and length, so that no two plans read alike."""
-        if isinstance(value, int | str | None):  # most of them
-            self._feed_text(value)
-        elif isinstance(value, np.ndarray):
-            self._hash.update(f"{value.dtype.str}{value.shape}".encode())
-            self._hash.update(value.tobytes())
-        elif isinstance(value, Mapping):
-            self._feed(tuple(value.items()))
-        elif isinstance(value, tuple | list):
-            self._hash.update(f"({len(value)}".encode())
-            for item in value:
-                self._feed(item)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            self._hash.update(type(value).__name__.encode())
-            for name in _field_names(type(value)):
-                self._feed(getattr(value, name))
-        else:
-            self._feed_text(value)
 
-    def _feed_text(self, value: object) -> None:
+def _tell(value: object, parts: list[str | bytes]) -> None:
+    """Every value goes in with its type and length, so that no two plans read alike."""
+    if isinstance(value, int | str | None):  # most of them
         text = repr(value)
-        self._hash.update(f"{type(value).__name__}{len(text)}:{text}".encode())
+        parts.append(f"{type(value).__name__}{len(text)}:{text}")
+    elif isinstance(value, np.ndarray):
+        parts.append(f"{value.dtype.str}{value.shape}")
+        parts.append(value.tobytes())
+    elif isinstance(value, Mapping):
+        _tell(tuple(value.items()), parts)
+    elif isinstance(value, tuple | list):
+        parts.append(f"({len(value)}")
+        for item in value:
+            _tell(item, parts)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts.append(type(value).__name__)
+        for name in _field_names(type(value)):
+            _tell(getattr(value, name), parts)
+    else:
+        text = repr(value)
+        parts.append(f"{type(value).__name__}{len(text)}:{text}")
 
 
 @cache

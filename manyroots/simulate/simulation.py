@@ -240,7 +240,8 @@ class _Simulation:
         outputs = self.engine.loop.step()
         self.round += 1
         self._note(outputs)
-        self.peak_held_pages = max(self.peak_held_pages, self.engine.loop.stats().num_held_pages)
+        num_held_pages = self.engine.cache.index.pools[0].num_held
+        self.peak_held_pages = max(self.peak_held_pages, num_held_pages)
         if self.audits:
             self.engine.audit()
             self.num_audits += 1

@@ -59,7 +59,7 @@ def test_r02_a_page_may_be_evicted_and_computed_again_in_the_same_unit_by_one_st
 
 @pytest.mark.parametrize("seed", [30001723, 30002474])
 def test_r02_storage_is_asked_for_states_after_the_pages(seed: int) -> None:
-    """R02, T06: walks that the oracle once called wrong. Where the host has fewer units for states
+    """R02: walks that the oracle once called wrong. Where the host has fewer units for states
     than a prompt has pages, a prefetch needs room for one state, and answers lead to questions."""
     Walk.of(seed).run()
 

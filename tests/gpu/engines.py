@@ -102,7 +102,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 def _references() -> Kernels:
     """Those in the GPU's place, which has products of its own for few rows alone."""
     references = reference_kernels()
-    few = lambda num_rows, weight, bias, **_: num_rows <= MAX_OWN_ROWS  # noqa: E731
+    few = lambda num_rows, weight, **_: num_rows <= MAX_OWN_ROWS  # noqa: E731
     gemm = SimpleNamespace(**{**vars(references.gemm), "is_for": few})
     return replace(references, gemm=cast(ModuleType, gemm))
 

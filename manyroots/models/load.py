@@ -105,9 +105,10 @@ def rehearse(model: Decoder, source: ModelSource) -> None:
     stored, kept = weight_format(source.config), model.format
     fits = stored.name == kept.name if kept.is_stored else stored.reads_as_numbers
     if not fits:
+        wanted = f"weights in {kept.name}" if kept.is_stored else "unquantized weights"
         raise ModelError(
             f"{source.name} is {stored.name}, and the weights that are served are {kept.name}; "
-            f"give weights in {kept.name if kept.is_stored else 'numbers'}."
+            f"give {wanted}."
         )
     spec = _spec_for(model, source)
     if rank_spec(spec, model.shard) != model.spec:

@@ -21,7 +21,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.weights.formats import PLAIN
 from manyroots.layers.weights.fp8 import Fp8Format, check_gpu
 from manyroots.models.decoder import Decoder
-from manyroots.models.load import load_model
+from manyroots.models.load import load_model, refill, rehearse
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
 from tests.unit.models.lockstep import LockstepShard, in_lockstep
@@ -265,6 +265,25 @@ def test_q01_bytes_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     held = sum(fill.place.nbytes for fill in model.weights().values())
     norms = 3 * sum(f.place.numel() for n, f in model.weights().items() if "norm" in n)
     assert counted == held - norms
+
+
+def test_g06_weights_are_updated_in_place_from_the_format_that_is_served(tmp_path: Path) -> None:
+    """G06: FP8 from FP8; an unquantized model takes no FP8, and the other way around."""
+    one, other, plain = tmp_path / "one", tmp_path / "other", tmp_path / "plain"
+    save_quantized(one, "llama", "fbgemm")
+    save_quantized(other, "llama", "fbgemm")
+    change(other, lambda t: t.update({f"{QUERY}.weight_scale": t[f"{QUERY}.weight_scale"] * 2}))
+    save_tiny(plain, "llama")
+    model = load(one)
+    before = model.weights()[f"{QUERY}.weight_scale"].place.clone()
+    source = resolve_source(ModelSettings(model=str(other)))
+    rehearse(model, source)
+    refill(model, source)
+    assert torch.equal(model.weights()[f"{QUERY}.weight_scale"].place, before * 2)
+    with pytest.raises(ModelError, match=r"is unquantized, .* are FP8; give weights in FP8"):
+        rehearse(model, resolve_source(ModelSettings(model=str(plain))))
+    with pytest.raises(ModelError, match=r"is FP8, .* are unquantized; give unquantized weights"):
+        rehearse(load(plain), source)
 
 
 def test_q04_scales_of_keys_and_values_are_refused_by_name_where_they_would_count(

@@ -20,21 +20,21 @@ from manyroots.kernels import operations
 class Kernels:
     """One module per operation; see each one's `reference.py` for what it computes."""
 
-    norm: operations.Norm
-    qk_rope_kv_write: operations.QkRopeKvWrite
-    attention: operations.Attention
-    activation: operations.GatedActivation
-    gemm: operations.Gemm
-    scaled_gemm: operations.ScaledGemm
+    norm: operations.NormOps
+    qk_rope_kv_write: operations.QkRopeKvWriteOps
+    attention: operations.AttentionOps
+    activation: operations.GatedActivationOps
+    gemm: operations.GemmOps
+    scaled_gemm: operations.ScaledGemmOps
     lora_ops: operations.LoraOps
-    fused_moe: operations.FusedMoe
-    sampling: operations.Sampling
-    decode_rows: operations.DecodeRows
-    recurrent: operations.Recurrent
-    causal_conv: operations.CausalConv
-    delta_rule: operations.DeltaRule
-    mamba: operations.Mamba
-    gated_norm: operations.GatedNorm
+    fused_moe: operations.FusedMoeOps
+    sampling: operations.SamplingOps
+    decode_rows: operations.DecodeRowsOps
+    recurrent: operations.RecurrentOps
+    causal_conv: operations.CausalConvOps
+    delta_rule: operations.DeltaRuleOps
+    mamba: operations.MambaOps
+    gated_norm: operations.GatedNormOps
 
     @property
     def ask_nothing(self) -> bool:

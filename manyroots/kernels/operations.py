@@ -33,7 +33,7 @@ Operand = Matrix | PackedMatrix | BlockMatrix
 """What products are computed with."""
 
 
-class Norm(Protocol):
+class NormOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
     def add_rms_norm(
         self,
@@ -57,7 +57,7 @@ class Norm(Protocol):
     ) -> DeferredRMSNorm: ...
 
 
-class QkRopeKvWrite(Protocol):
+class QkRopeKvWriteOps(Protocol):
     def look_up(self, table: RopeTable, positions: Tensor, dtype: torch.dtype) -> Any: ...
     def qk_rope_kv_write(
         self,
@@ -71,7 +71,7 @@ class QkRopeKvWrite(Protocol):
     ) -> Tensor: ...
 
 
-class Attention(Protocol):
+class AttentionOps(Protocol):
     __name__: str
 
     def prepare(self, rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> Any: ...
@@ -86,7 +86,7 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
-class GatedActivation(Protocol):
+class GatedActivationOps(Protocol):
     def gated(
         self,
         gate_up: Tensor,
@@ -98,7 +98,7 @@ class GatedActivation(Protocol):
     ) -> Tensor | Fp8Rows: ...
 
 
-class Gemm(Protocol):
+class GemmOps(Protocol):
     ROWS_AT_ONCE: int | None
 
     def is_for(self, num_rows: int, weight: Operand, *, has_adapters: bool = False) -> bool: ...
@@ -115,7 +115,7 @@ class Gemm(Protocol):
     ) -> tuple[Tensor, LoraTerm | None]: ...
 
 
-class ScaledGemm(Protocol):
+class ScaledGemmOps(Protocol):
     def is_for(self, weight: ScaledMatrix, dtype: torch.dtype) -> bool: ...
     def form_for(self, weight: ScaledMatrix, keeps_values: bool) -> Fp8Form | None: ...
     def linear(
@@ -139,7 +139,7 @@ class LoraOps(Protocol):
     ) -> None: ...
 
 
-class FusedMoe(Protocol):
+class FusedMoeOps(Protocol):
     def route(
         self,
         scores: Tensor,
@@ -159,11 +159,11 @@ class FusedMoe(Protocol):
     ) -> Tensor: ...
 
 
-class Sampling(Protocol):
+class SamplingOps(Protocol):
     def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled: ...
 
 
-class DecodeRows(Protocol):
+class DecodeRowsOps(Protocol):
     def begin(
         self,
         known: Tensor,
@@ -175,7 +175,7 @@ class DecodeRows(Protocol):
     def end(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> None: ...
 
 
-class Recurrent(Protocol):
+class RecurrentOps(Protocol):
     def prepare(
         self,
         units: Tensor,
@@ -186,7 +186,7 @@ class Recurrent(Protocol):
     ) -> StateRows: ...
 
 
-class CausalConv(Protocol):
+class CausalConvOps(Protocol):
     def conv(
         self,
         x: Tensor,
@@ -198,7 +198,7 @@ class CausalConv(Protocol):
     ) -> Tensor: ...
 
 
-class DeltaRule(Protocol):
+class DeltaRuleOps(Protocol):
     def gated_delta(
         self,
         q: Tensor,
@@ -213,7 +213,7 @@ class DeltaRule(Protocol):
     ) -> Tensor: ...
 
 
-class Mamba(Protocol):
+class MambaOps(Protocol):
     def scan(
         self,
         x: Tensor,
@@ -228,7 +228,7 @@ class Mamba(Protocol):
     ) -> Tensor: ...
 
 
-class GatedNorm(Protocol):
+class GatedNormOps(Protocol):
     def gated_norm(
         self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool
     ) -> Tensor: ...

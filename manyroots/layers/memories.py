@@ -152,7 +152,7 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateMemory:
     """One state that stands for all tokens so far."""
 
     is_paged: ClassVar[bool] = False
@@ -163,7 +163,7 @@ class State:
     def window(self) -> int | None:
         return None
 
-    def in_dtype(self, dtype: str) -> State:
+    def in_dtype(self, dtype: str) -> StateMemory:
         return self
 
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import Scoring
-from manyroots.layers.memories import KV, State, StatePart
+from manyroots.layers.memories import KV, StateMemory, StatePart
 
 Divide = Callable[[str, int], int]
 """What a rank has of a number of things, which are named; raises where ranks can't share them."""
@@ -85,8 +85,8 @@ class ShortConvSpec:
     name: str = "conv"
 
     @property
-    def memory(self) -> State:
-        return State((StatePart("conv", (self.channels, self.width - 1), None),))
+    def memory(self) -> StateMemory:
+        return StateMemory((StatePart("conv", (self.channels, self.width - 1), None),))
 
     def cut(self, divide: Divide) -> ShortConvSpec:
         return replace(self, channels=divide("number of channels", self.channels))
@@ -118,9 +118,9 @@ class DeltaSpec:
         return 2 * self.key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
-    def memory(self) -> State:
+    def memory(self) -> StateMemory:
         matrix = (self.num_heads, self.key_dim, self.value_dim)
-        return State(
+        return StateMemory(
             (
                 StatePart("conv", (self.channels, self.width - 1), None),
                 StatePart("matrix", matrix, "float32"),
@@ -186,9 +186,9 @@ class MambaSpec:
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
-    def memory(self) -> State:
+    def memory(self) -> StateMemory:
         matrix = (self.num_heads, self.head_dim, self.state_dim)
-        return State(
+        return StateMemory(
             (
                 StatePart("conv", (self.channels, self.width - 1), None),
                 StatePart("matrix", matrix, "float32"),

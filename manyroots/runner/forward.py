@@ -19,7 +19,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.views import StepViews
 
-Named = Mapping[str, Tensor]
+PacketViews = Mapping[str, Tensor]
 """A packet's arrays on the device."""
 
 
@@ -93,7 +93,7 @@ class Forward:
         )
         return decoder.hidden(tokens, step)
 
-    def choose(self, logits: Tensor, views: Named) -> Sampled:
+    def choose(self, logits: Tensor, views: PacketViews) -> Sampled:
         """A token for each row of logits; the views have the fields of `SamplingRows`.
 
         The first rank's choice, which the others follow; they look for no faults.
@@ -109,7 +109,7 @@ class Forward:
         decoder.kernels.decode_rows.end(sampled.tokens, rows.table_rows, self.rows.newest)
         return sampled
 
-    def mixed(self, named: Named, num_decodes: int) -> Tensor:
+    def mixed(self, named: PacketViews, num_decodes: int) -> Tensor:
         """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
         views = StepViews.of(named)
         assert views.sampled_at is not None, "such a step says which"
@@ -120,7 +120,7 @@ class Forward:
         )  # fmt: skip
         return self.decoder.logits(hidden, logits_indices.lora)
 
-    def single_tokens(self, named: Named) -> Tensor:
+    def single_tokens(self, named: PacketViews) -> Tensor:
         """Logits of a step in which every sequence has one token, and so have all rows a
         successor, which `choose` gives."""
         views = StepViews.of(named)

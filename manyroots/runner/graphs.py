@@ -24,7 +24,7 @@ from torch import Tensor
 
 from manyroots.kernels.sampling.rows import Sampled
 from manyroots.process.progress import track
-from manyroots.runner.forward import Named
+from manyroots.runner.forward import PacketViews
 from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
 from manyroots.runner.step_arrays import NamedArrays
@@ -37,9 +37,9 @@ CAPTURED_AT = 2
 """The time that a rare kind is needed at which it is captured: capturing takes several steps' time,
 and the first of a kind may be the last."""
 
-Model = Callable[[Named, "GraphKey"], Tensor]
+Model = Callable[[PacketViews, "GraphKey"], Tensor]
 """Logits of a step, from its arrays on the device."""
-Choose = Callable[[Tensor, Named], Sampled]
+Choose = Callable[[Tensor, PacketViews], Sampled]
 """The tokens that follow."""
 Blank = Callable[["GraphKey"], NamedArrays]
 """The arrays of a step that changes nothing."""

@@ -30,7 +30,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.runner.forward import Forward, Named
+from manyroots.runner.forward import Forward, PacketViews
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
 from manyroots.runner.inputs import (
@@ -238,7 +238,7 @@ class ModelRunner:
                 return answer
         return self._begin_any(plan, inputs)
 
-    def _model(self, views: Named, key: GraphKey) -> Tensor:
+    def _model(self, views: PacketViews, key: GraphKey) -> Tensor:
         if key.mixed is None:
             return self._forward.single_tokens(views)
         return self._forward.mixed(views, key.mixed.num_decodes)

@@ -320,6 +320,9 @@ class AdapterStats:
     total_failed_loads: int
     total_device_evictions: int
     total_host_evictions: int
+    total_device_unloads: int = 0
+    """Left because no name and no request needs them."""
+    total_host_unloads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +357,8 @@ class LoadTime:
     target: Tier
     seconds: float
     is_good: bool
+    digest: str = ""
+    """Of what came, in hexadecimal; empty if it could not be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,10 @@ class AdapterView(NamedTuple):
     num_waiting: int
     num_loads: int
     num_pauses: int
+    left: str = ""
+    """Why it last left a tier, as `device: evicted for another adapter`; empty if it never did."""
+    came_s: tuple[tuple[str, float], ...] = ()
+    """How long its last ways took, as (`storage to host`, seconds)."""
 
 
 class MemoryPart(NamedTuple):

@@ -24,7 +24,7 @@ from manyroots.api.control import CONTROL_ENDPOINTS
 from manyroots.api.embeddings import embeddings
 from manyroots.api.endpoints import HTML, JSON, TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
-from manyroots.api.lora import LORA_ENDPOINTS
+from manyroots.api.lora import LORA_ENDPOINTS, list_adapters
 from manyroots.api.middleware import (
     OPEN_PATHS,
     CloseOnDrain,
@@ -47,6 +47,7 @@ from manyroots.api.requests import (
     TokenizeRequest,
 )
 from manyroots.api.responses import (
+    AdapterStates,
     ChatCompletion,
     Completion,
     Detokenized,
@@ -96,6 +97,9 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         Endpoint("/version", about.version, "The server's version."),
         Endpoint("/metrics", about.metrics, "Numbers for Prometheus.", media=(TEXT,)),
         Endpoint("/v1/models", about.list_models, "The model and its adapters.", answer=ModelList),
+        Endpoint(
+            "/v1/adapters", list_adapters, "Which adapter is on which tier.", answer=AdapterStates
+        ),
         # A path, because the names of models on the hub have slashes.
         Endpoint("/v1/models/{name:path}", about.show_model, "One of them.", answer=ModelCard),
         post(

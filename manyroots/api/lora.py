@@ -21,12 +21,14 @@ from manyroots.api.body import read_request
 from manyroots.api.endpoints import Endpoint, post
 from manyroots.api.events import json_response
 from manyroots.api.requests import LoadLoraRequest, UnloadLoraRequest
-from manyroots.api.responses import LoraLoaded, LoraUnloaded
+from manyroots.api.responses import AdapterState, AdapterStates, LoraLoaded, LoraUnloaded
 from manyroots.api.state import Service, server_of
+from manyroots.api.tenants import current_tenant
 from manyroots.api.uploads import UPLOADED
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import REVISION_DIGITS, AdapterName
 from manyroots.messages import LoraReply
+from manyroots.snapshot import AdapterView
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -39,6 +41,42 @@ async def unload_lora_adapter(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, UnloadLoraRequest, max_bytes=server.settings.max_body_bytes)
     return await _to_the_end(_unload(server.accepting, body.lora_name))
+
+
+async def list_adapters(request: Request) -> Response:
+    """Which adapter is where; a limited key sees its own alone."""
+    service = server_of(request).service
+    seen = await service.engine.look()
+    read = {view.name for view in seen.adapters if not view.is_draining}
+    states = [_state(view) for view in seen.adapters if service.adapters.get(view.name)]
+    for adapter in service.adapters.all():
+        if adapter.name not in read:
+            unread = AdapterView(
+                adapter.name, "", "storage", "unread", False, False, 0, 0, 0, 0, 0, 0
+            )
+            states.append(_state(unread))
+    return json_response(AdapterStates(states))
+
+
+def _state(view: AdapterView) -> AdapterState:
+    state = AdapterState(
+        name=view.name,
+        revision=view.digest,
+        tier=view.tier,
+        state=view.state,
+        draining=view.is_draining,
+        pinned=view.is_pinned,
+        rank=view.rank,
+        num_bytes=view.num_bytes,
+        loads=view.num_loads,
+        left=view.left or None,
+        came_seconds=dict(view.came_s),
+    )
+    if current_tenant() is None:
+        state.running, state.waiting = view.num_running, view.num_waiting
+    else:
+        state.state = "unread" if view.state == "unread" else "known"
+    return state
 
 
 async def _to_the_end(work: Coroutine[Any, Any, msgspec.Struct]) -> Response:

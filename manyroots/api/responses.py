@@ -227,6 +227,35 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+class AdapterState(msgspec.Struct, kw_only=True):
+    """Where one revision of an adapter is."""
+
+    name: str
+    revision: str
+    """Empty for one that has not been read."""
+    tier: str
+    """device, host or storage."""
+    state: str
+    """idle, running, loading, paused, waiting or unread."""
+    draining: bool
+    pinned: bool
+    rank: int
+    num_bytes: int
+    loads: int
+    left: str | None
+    """Why it last left a tier."""
+    came_seconds: dict[str, float]
+    """How long its last ways took, as `storage to host`."""
+    running: int | msgspec.UnsetType = msgspec.UNSET
+    waiting: int | msgspec.UnsetType = msgspec.UNSET
+    """Of all callers, so that limited keys are not told."""
+
+
+class AdapterStates(msgspec.Struct):
+    data: list[AdapterState]
+    object: str = "list"
+
+
 class LoraLoaded(msgspec.Struct, kw_only=True):
     """What a name means from now on."""
 

@@ -368,8 +368,11 @@ class AdapterDirectory:
             self._open(entry, finished.result, load)
         except Exception as error:
             self._fail(entry, load, error)
+        digest = "" if finished.result is None else finished.result.spec.digest.hex()
         is_good = finished.error is None
-        self._read_times.append(LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good))
+        self._read_times.append(
+            LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good, digest)
+        )
         while entry.waiting and not entry.is_reading:
             self._carry_out(entry, entry.waiting.pop())
         if entry.module is None and not entry.is_reading and self._entries.get(entry.name) is entry:

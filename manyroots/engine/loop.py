@@ -58,6 +58,7 @@ def _nobody(request_ids: list[RequestId]) -> None:
     """Nobody wants to know."""
 
 
+MAX_WAYS = 4096
 _NO_LORA = "this engine was started without LoRA; start it with --enable-lora."
 
 
@@ -78,7 +79,8 @@ class _LoadTimer:
             load, begin = self._begun.pop(answer.load_id)
             seconds = time.monotonic() - begin
             target = Tier.HOST if load.target is None else Tier.DEVICE
-            self._ended.append(LoadTime(load.source, target, seconds, answer.error is None))
+            is_good, digest = answer.error is None, load.digest.hex()
+            self._ended.append(LoadTime(load.source, target, seconds, is_good, digest))
 
     def take(self) -> list[LoadTime]:
         ended, self._ended = self._ended, []
@@ -156,6 +158,8 @@ class EngineLoop:
         self._holds: dict[RequestId, Hold] = {}
         """What the adapters meant of those that wait for a grammar, when they came."""
         self._load_timer = _LoadTimer()
+        self.ways: dict[str, dict[str, float]] = {}
+        """How long adapters took to come, by digest and way; for people alone."""
         self._take_weights = take_weights
         self._controls: list[ControlReply] = []
         self._asked: deque[Control] = deque()
@@ -403,7 +407,19 @@ class EngineLoop:
     def take_loads(self) -> list[LoadTime]:
         """Adapters that were read or loaded since the last call."""
         reads = self._directory.take_read_times() if self._directory is not None else []
-        return reads + self._load_timer.take()
+        loads = reads + self._load_timer.take()
+        for load in loads:
+            if load.is_good:
+                self._note_way(load)
+        return loads
+
+    def _note_way(self, load: LoadTime) -> None:
+        """Remember how long an adapter's last way to a tier took, of the last few thousand."""
+        ways = self.ways.pop(load.digest, {})
+        ways[f"{load.source.value} to {load.target.value}"] = load.seconds
+        self.ways[load.digest] = ways
+        if len(self.ways) > MAX_WAYS:
+            del self.ways[next(iter(self.ways))]
 
     def stats(self) -> Stats:
         stats = self._scheduler.stats()

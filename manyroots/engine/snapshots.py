@@ -221,6 +221,8 @@ class Snapshots:
             num_waiting + num_paused,
             self._ring.loads.get(number, 0),
             self._parts.scheduler.num_pauses(digest),
+            adapters.left.get(digest, ""),
+            tuple(self._loop.ways.get(digest.hex(), {}).items()),
         )
 
     def _name(self, digest: AdapterDigest) -> str:

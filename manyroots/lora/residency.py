@@ -43,6 +43,10 @@ class Residency:
         self.transfers = AdapterTransfers()
         self._total_device_evictions = 0
         self._total_host_evictions = 0
+        self._total_device_unloads = 0
+        self._total_host_unloads = 0
+        self.left: dict[AdapterDigest, str] = {}
+        """Why contents that are still needed last left a tier; for people alone."""
 
     # Adapters
 
@@ -258,6 +262,7 @@ class Residency:
         else:
             if load.target is not None:
                 self.slots.disown(digest)
+            self.left[digest] = f"host: it could not be loaded: {answer.error}"
             # A bad copy in host memory would fail again: the next try starts from storage.
             self.host.drop(digest)
             self.transfers.drop(digest, Tier.HOST)
@@ -292,6 +297,8 @@ class Residency:
             total_failed_loads=transfers.total_failed_loads,
             total_device_evictions=self._total_device_evictions,
             total_host_evictions=self._total_host_evictions,
+            total_device_unloads=self._total_device_unloads,
+            total_host_unloads=self._total_host_unloads,
         )
 
     # Inside
@@ -335,6 +342,7 @@ class Residency:
         for digest, _ in put_out:
             self.host.loosen(digest)
             self._total_device_evictions += 1
+            self.left[digest] = "device: its slot was needed for another adapter"
         return put_out
 
     def _drop_unused(self, put_out: list[tuple[AdapterDigest, SlotRef]]) -> None:
@@ -376,6 +384,7 @@ class Residency:
         for digest in self.host.make_room(count, keep):
             self.transfers.drop(digest, Tier.HOST)
             self._total_host_evictions += 1
+            self.left[digest] = "host: its memory was needed for another adapter"
 
     def _free(self, freed: Iterable[AdapterDigest]) -> None:
         """Nobody needs these contents any more."""
@@ -388,9 +397,12 @@ class Residency:
 
     def _give_up(self, digest: AdapterDigest) -> None:
         """Device slot and host copy of a content that nobody needs."""
+        self.left.pop(digest, None)
         if self.slots.find(digest) is not None:
+            self._total_device_unloads += 1
             ref = self.slots.disown(digest)
             if ref is not None:
                 self.transfers.drop(digest, Tier.DEVICE, ref)
         if self.host.drop(digest):
+            self._total_host_unloads += 1
             self.transfers.drop(digest, Tier.HOST)

@@ -128,6 +128,18 @@ class AdapterCounts(Collector):
             "evictions", "Adapters put out of a tier for others.", "tier",
             {"device": stats.total_device_evictions, "host": stats.total_host_evictions},
         )  # fmt: skip
+        left = CounterMetricFamily(
+            "manyroots:adapter_left", "Adapters that left a tier, by why.",
+            labels=["model_name", "tier", "reason"],
+        )  # fmt: skip
+        for tier, reason, count in (
+            ("device", "evicted", stats.total_device_evictions),
+            ("device", "unloaded", stats.total_device_unloads),
+            ("host", "evicted", stats.total_host_evictions),
+            ("host", "unloaded", stats.total_host_unloads),
+        ):
+            left.add_metric([self._model_name, tier, reason], count)
+        yield left
         yield self._requests_info()
 
     def _by_label(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:

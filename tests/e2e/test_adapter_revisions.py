@@ -155,3 +155,24 @@ def test_a05_uploads_need_the_admin_key(server: AdapterServer, tiny: TinyAdapter
         assert answer.status_code == status
     for name in ("tiny", "a b", "../x"):
         assert upload(server, name, body).status_code == 400
+
+
+def test_a04_adapters_say_where_they_are_why_they_left_and_how_they_came(
+    server: AdapterServer, tiny: TinyAdapters
+) -> None:
+    """Two slots and host memory for three: the fourth adapter puts the first out."""
+    names = [f"seen{number}" for number in range(4)]
+    for number, name in enumerate(names):
+        path = tiny.write(name, replace(RECIPES["few"], seed=80 + number))
+        assert server.load(name, str(path)).status_code == 200
+        assert server.complete(name, PROMPT).status_code == 200
+    answer = server.client.get("/v1/adapters", headers=HEADERS)
+    states = {item["name"]: item for item in answer.json()["data"]}
+    assert states["seen3"]["tier"] == "device"
+    assert set(states["seen3"]["came_seconds"]) == {"storage to host", "host to device"}
+    assert all(seconds > 0 for seconds in states["seen3"]["came_seconds"].values())
+    assert states["seen0"]["tier"] == "storage"
+    assert states["seen0"]["left"] == "host: its memory was needed for another adapter"
+    assert len(states["seen0"]["revision"]) == 12
+    text = server.client.get("/metrics", headers=HEADERS).text
+    assert 'manyroots:adapter_left_total{model_name="tiny",reason="evicted",tier="host"}' in text

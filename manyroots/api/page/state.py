@@ -229,6 +229,10 @@ def _requests(snapshot: Snapshot, service: Service) -> TableRows:
     return rows
 
 
+_NUM_SHOWN = AdapterView._fields.index("left")
+"""Fields of an adapter that the page has columns for."""
+
+
 def _adapters(views: list[AdapterView], service: Service) -> TableRows:
     """What the engine knows, and names whose files were not read yet."""
     rows: TableRows = {}
@@ -236,9 +240,9 @@ def _adapters(views: list[AdapterView], service: Service) -> TableRows:
     for view in views:
         name = AdapterName(view.name)
         key = view.name if not view.is_draining else f"{view.name} {view.digest}"
-        rows[key] = [*view, *service.metrics.reuse.of(name), paths.get(name, "")]
+        rows[key] = [*view[:_NUM_SHOWN], *service.metrics.reuse.of(name), paths.get(name, "")]
     for name, path in paths.items():
         if name not in rows:
             unread = AdapterView(name, "", "storage", "unread", False, False, 0, 0, 0, 0, 0, 0)
-            rows[name] = [*unread, *service.metrics.reuse.of(name), path]
+            rows[name] = [*unread[:_NUM_SHOWN], *service.metrics.reuse.of(name), path]
     return rows

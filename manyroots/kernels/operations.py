@@ -225,6 +225,7 @@ class MambaOps(Protocol):
         d: Tensor,
         state: Tensor,
         rows: StateRows,
+        least_step: float = 0.0,
     ) -> Tensor: ...
 
 

@@ -85,7 +85,7 @@ class Mamba2:
         groups = (-1, spec.groups, spec.state_dim)
         read = self._kernels.mamba.scan(
             values.view(-1, spec.num_heads, spec.head_dim), dt, self._a_log, self._dt_bias,
-            b.view(groups), c.view(groups), self._skip, matrix, rows,
+            b.view(groups), c.view(groups), self._skip, matrix, rows, spec.least_step,
         )  # fmt: skip
         given = self.out_proj(self._normed(read.flatten(1), gate), step)
         return given.with_factor(spec.out_factor)

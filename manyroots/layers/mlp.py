@@ -28,6 +28,8 @@ class GatedMLP:
         inner = spec.intermediate_size
         gate, up, self._down = spec.parts
         parts = {gate: 2 * inner} if spec.is_fused else {gate: inner, up: inner}
+        if not spec.is_gated:
+            parts = {up: inner}
         pieces = {gate: (OutputPiece(inner),) * 2} if spec.is_fused else None
         self.gate_up = Linear(
             context.hidden_size, parts, context, bias=spec.bias, side=Side.OUTPUT, pieces=pieces
@@ -60,6 +62,9 @@ class GatedMLP:
             self._spec.is_fused
         ):  # adapters, too, have both in one, which the activation can't expand
             both = DeferredOutput(both.finished(self._kernels))
+        elif not self._spec.is_gated:
+            ups = both.finished(self._kernels)
+            both = DeferredOutput(torch.cat((ups, ups), dim=-1))
         hidden = self._kernels.activation.gated(
             both.sums, self._spec.activation, self.down.weight.dtype, both.lora,
             self._spec.gate_factor, self.down.form(both.sums.shape[-2]),

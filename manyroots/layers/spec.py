@@ -172,6 +172,8 @@ class MambaSpec:
     """What the parts of the first product are: gate, values, what is written, read, and steps."""
     shares_group: bool
     """Whether there is one group, which all ranks have."""
+    least_step: float = 0.0
+    """What the steps of the scan are at least."""
     spans_ranks: bool = False
     """Whether the one norm there is goes over all ranks' channels."""
     name: str = "mamba"
@@ -230,6 +232,9 @@ class DenseSpec:
     """What the checkpoint calls it and its products."""
     is_fused: bool = False
     """Whether the checkpoint has gate and up as one product, which the first of `parts` names."""
+    is_gated: bool = True
+    """Whether there is a gate. Without one the activation is that of up, times up: relu(up) * up is
+    the square of relu."""
     gate_factor: float = 1.0
     down_factor: float = 1.0
     """What its gate, and what it gives, is multiplied with."""

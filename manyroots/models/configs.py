@@ -77,7 +77,10 @@ def complete(model_type: str, written: Mapping[str, Any]) -> Config:
         if name in values and values[name] is None and kind.defaults.get(name) is not None:
             raise ValueError(f"its {name} is null; it must be a number.")
     kind.finish(values)
-    _gemma_rope(values, kind) if kind.has_ropes_by_type else _one_rope(values, kind)
+    if kind.has_ropes_by_type:
+        _gemma_rope(values, kind)
+    elif "rope_parameters" in kind.defaults:
+        _one_rope(values, kind)
     if values.get("layer_types") is not None:
         _check_types(values)
     return Config(values)

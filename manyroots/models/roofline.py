@@ -131,4 +131,5 @@ def _of_shared(spec: SharedSpec, hidden: int) -> int:
 
 def _of_one(spec: DenseSpec | ExpertsSpec, hidden: int) -> int:
     """A dense block's weights, or one expert's."""
-    return 3 * hidden * spec.intermediate_size
+    products = 3 if isinstance(spec, ExpertsSpec) or spec.is_gated else 2
+    return products * hidden * spec.intermediate_size

@@ -60,9 +60,10 @@ def _of_block(spec: BlockSpec | None, hidden: int) -> int:
         gate = 0 if spec.gate is None else hidden
         return _of_block(spec.experts, hidden) + _of_block(spec.shared, hidden) + gate
     inner = spec.intermediate_size
-    one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
     if isinstance(spec, DenseSpec):
-        return one
+        ups = 1 + spec.is_gated
+        return (ups + 1) * hidden * inner + (ups * inner + hidden) * spec.bias
+    one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
     return spec.num_experts * (hidden + spec.bias + one)
 
 

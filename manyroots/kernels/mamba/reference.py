@@ -24,19 +24,20 @@ def scan(
     d: Tensor,
     state: Tensor,
     rows: StateRows,
+    least_step: float = 0.0,
 ) -> Tensor:
     """[tokens, heads, head_dim] of x of that shape, in its dtype.
 
-    `dt` [tokens, heads] is a product as it comes: softplus(dt + dt_bias) counts, and a is
-    -exp(a_log). `a_log`, `dt_bias` and `d` [heads]. b and c [tokens, groups, state_dim]; a group is
-    that of as many heads in a row as there are for each. `state` [units, heads, head_dim,
-    state_dim] is float32.
+    `dt` [tokens, heads] is a product as it comes: softplus(dt + dt_bias) counts, `least_step`
+    at least, and a is -exp(a_log). `a_log`, `dt_bias` and `d` [heads]. b and c [tokens, groups,
+    state_dim]; a group is that of as many heads in a row as there are for each. `state` [units,
+    heads, head_dim, state_dim] is float32.
     """
     heads = x.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     each = heads // b.shape[1]
     b, c = (s.float().repeat_interleave(each, dim=1) for s in (b, c))
-    steps = F.softplus(dt.float() + dt_bias.float())
+    steps = F.softplus(dt.float() + dt_bias.float()).clamp(min=least_step)
     decays = torch.exp(-a_log.float().exp() * steps)
     starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
     for seq, unit in enumerate(rows.units.tolist()):

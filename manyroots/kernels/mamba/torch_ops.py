@@ -34,11 +34,12 @@ def scan(
     d: Tensor,
     state: Tensor,
     rows: StateRows,
+    least_step: float = 0.0,
 ) -> Tensor:
     """[tokens, heads, head_dim] of x of that shape, in its dtype. See `reference.py` for the
     others."""
     values, b, c = x.float(), b.float(), c.float()
-    steps = F.softplus(dt.float() + dt_bias.float())
+    steps = F.softplus(dt.float() + dt_bias.float()).clamp_(min=least_step)
     decays = steps * -a_log.float().exp()
     out = values * d.float()[:, None]
     units = rows.units

@@ -20,18 +20,19 @@ BLOCK_P = 32
 
 
 @triton.jit
-def _steps(dt, dt_bias, rows, row_ok, head, dt_row):
-    """softplus(dt + dt_bias) of some tokens; 0 where there is none, which changes nothing."""
+def _steps(dt, dt_bias, least_step, rows, row_ok, head, dt_row):
+    """softplus(dt + dt_bias) of some tokens, `least_step` at least; 0 where there is none, which
+    changes nothing."""
     raw = tl.load(dt + rows * dt_row + head, mask=row_ok, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head).to(tl.float32)
     step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    return tl.where(row_ok, step, 0.0)
+    return tl.where(row_ok, tl.maximum(step, least_step), 0.0)
 
 
 @triton.jit
 def _decode(
-    x, dt, a_log, dt_bias, b, c, d, state, out, units, is_fresh, x_row, dt_row, b_row, c_row,
-    state_unit,
+    x, dt, a_log, dt_bias, b, c, d, state, out, least_step, units, is_fresh, x_row, dt_row, b_row,
+    c_row, state_unit,
     HEADS: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +46,7 @@ def _decode(
     wait_for_inputs(DEPENDENT)
     matrix = tl.where(fresh != 0, 0.0, tl.load(at))
     row = seq + tl.arange(0, 1)
-    step = _steps(dt, dt_bias, row, row >= 0, head, dt_row)
+    step = _steps(dt, dt_bias, least_step, row, row >= 0, head, dt_row)
     decay = tl.exp(-tl.exp(tl.load(a_log + head).to(tl.float32)) * step)
     value = tl.load(x + seq * x_row + head * DIM + p).to(tl.float32)
     group = head // EACH
@@ -60,8 +61,8 @@ def _decode(
 
 @triton.jit
 def _scan(
-    x, dt, a_log, dt_bias, b, c, d, state, out, units, starts, is_fresh, x_row, dt_row, b_row,
-    c_row, state_unit,
+    x, dt, a_log, dt_bias, b, c, d, state, out, least_step, units, starts, is_fresh, x_row, dt_row,
+    b_row, c_row, state_unit,
     HEADS: tl.constexpr, EACH: tl.constexpr, DIM: tl.constexpr, STATE_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -83,7 +84,7 @@ def _scan(
     for begin in range(first, end, CHUNK):
         rows = (begin + tl.arange(0, CHUNK)).to(tl.int64)
         row_ok = rows < end
-        step = _steps(dt, dt_bias, rows, row_ok, head, dt_row)
+        step = _steps(dt, dt_bias, least_step, rows, row_ok, head, dt_row)
         decays = a * step
         sums = tl.cumsum(decays, axis=0)
         last = tl.sum(decays, axis=0)
@@ -118,13 +119,14 @@ def scan(
     d: Tensor,
     state: Tensor,
     rows: StateRows,
+    least_step: float = 0.0,
 ) -> Tensor:
     """[tokens, heads, head_dim] of x of that shape, in its dtype. See `reference.py` for the
     others; heads and groups of a token lie side by side, and dimensions are powers of two."""
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads, dim, dtype=x.dtype, device=x.device)
     count, block_p = rows.num_decodes, min(BLOCK_P, dim)
-    inputs = (x, dt, a_log, dt_bias, b, c, d, state, out)
+    inputs = (x, dt, a_log, dt_bias, b, c, d, state, out, least_step)
     strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0))
     shape = {"HEADS": heads, "EACH": heads // b.shape[1], "DIM": dim, "STATE_DIM": b.shape[2]}
     shape |= {"BLOCK_P": block_p, **launch_options(x.device)}

@@ -107,13 +107,16 @@ def test_keys_that_repeat_do_not_spoil_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("least_step", [0.0, 0.7])
 @pytest.mark.parametrize("step", STEPS)
-def test_the_scan_of_mamba_equals_the_reference(step: Step, dtype: torch.dtype) -> None:
+def test_the_scan_of_mamba_equals_the_reference(
+    step: Step, least_step: float, dtype: torch.dtype
+) -> None:
     rows = step(DEVICE)
     case = ScanCase.draw(int(rows.starts[-1]), Drawn(DEVICE, dtype), dim=64)
     state, other = case.state.clone(), case.state.clone()
-    got = mamba.scan(*case.inputs(), state, rows)
-    wanted = mamba_reference.scan(*case.inputs(), other, rows)
+    got = mamba.scan(*case.inputs(), state, rows, least_step)
+    wanted = mamba_reference.scan(*case.inputs(), other, rows, least_step)
     assert_close("recurrent", got, wanted, dtype)
     assert_close("recurrent", state, other, dtype)
 

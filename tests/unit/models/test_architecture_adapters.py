@@ -24,6 +24,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma2": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
+TARGETS = {
+    "nemotron-h": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+}
+"""What PEFT takes, where it refuses what its own word for everything includes."""
+ENDS = {"nemotron-h": {"target_modules": ["lm_head", "q_proj"]}}
+"""Its embedding has another name there, under which adapters of it are refused."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,8 +37,8 @@ def test_w14_adapters_of_every_product_give_pefts_logits(kind: str, tmp_path: Pa
     """W14, W17: all that PEFT calls all-linear, ends, and both with the base in one batch; at once,
     in chunks and token by token."""
     adapters: dict[str, dict[str, Any]] = {
-        "all linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
-        "ends": ADAPTERS["embedding and head"],
+        "all linear": {"r": 8, "lora_alpha": 16, "target_modules": TARGETS.get(kind, "all-linear")},
+        "ends": {**ADAPTERS["embedding and head"], **ENDS.get(kind, {})},
     }
     pair = make_pair(tmp_path, kind, adapters, **KINDS[kind])
     requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 29))}

@@ -195,6 +195,8 @@ def test_a_config_with_nothing_but_its_type_is_described(name: str, tmp_path: Pa
         fields: dict[str, Any] = {"model_type": model_type, "architectures": [name]}
         if model_type == "glm4_moe":
             fields["head_dim"] = 128  # transformers' defaults turn 21 dimensions of each head
+        if model_type == "nemotron_h":
+            fields["layers_block_type"] = ["linear_attention", "mlp"]  # by default, experts, too
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert describe(resolve_source(ModelSettings(model=str(tmp_path)))).num_layers > 0
 

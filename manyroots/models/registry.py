@@ -23,6 +23,7 @@ _FILES = (
     "llama",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo",
     "phi3",
     "qwen2",

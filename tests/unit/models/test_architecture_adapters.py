@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi3-long": {},
     "glm4-moe": {},
     "gemma2": {},
+    "nemotron-h": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {

@@ -30,6 +30,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -199,6 +201,18 @@ FALCON: dict[str, Any] = {
     "embedding_multiplier": 2.1,
     "lm_head_multiplier": 0.4,
 }
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["mlp", RECURRENT, FULL, "mlp", RECURRENT, "mlp"],
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 0.3,  # so that some steps are below it
+    "use_bias": True,
+    "mlp_bias": True,
+}
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
 ZERO_CENTRED = ("gemma2", "gemma3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 """Whose norms' weights are stored less one, but for those of delta nets."""
@@ -280,6 +294,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {**GLM, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     ),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
+    "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

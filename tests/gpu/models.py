@@ -25,7 +25,7 @@ KINDS = (
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
-    "gemma2",
+    "gemma2", "nemotron-h",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -67,6 +67,7 @@ _SIZES: dict[str, Any] = {
 _ODD_SIZES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     # Its embeddings are scaled up: tied to them, a head would only repeat the token before.
+    "nemotron-h": {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32},
     "gemma2": {"tie_word_embeddings": False},
     "gemma3": {"tie_word_embeddings": False},
     "qwen3.5": _DELTA,

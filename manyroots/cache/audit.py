@@ -1,8 +1,8 @@
 """One function per invariant of the cache; each raises AssertionError saying what is wrong.
 
 For tests and the simulator, which call `audit` after every step. Reads everything, O(units), on
-plain lists (`View`): the caches of tests are small, and numpy would spend longer on each call than
-on what it computes.
+plain lists (`AuditView`): the caches of tests are small, and numpy would spend longer on each call
+than on what it computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import Tier
 
 
-class PoolView:
+class AuditedPool:
     """A plane's pool as lists."""
 
     def __init__(self, cache: PrefixCache, plane: Plane) -> None:
@@ -35,10 +35,10 @@ class PoolView:
         return f"{self.plane.family.name} on {self.plane.tier.value}"
 
 
-class NodeView:
+class AuditedNode:
     """A node's units as lists, by plane."""
 
-    def __init__(self, node: Node, pools: list[PoolView]) -> None:
+    def __init__(self, node: Node, pools: list[AuditedPool]) -> None:
         self.node = node
         self.units: list[list[int]] = []
         self.counts: list[int] = []
@@ -57,21 +57,21 @@ class NodeView:
             self.num_loose.append(holders.count(0) - num_absent)
 
 
-class View:
+class AuditView:
     """The cache as lists, read once."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
         self.planes = cache.layout.planes
         self.is_ordered = [plane.is_ordered for plane in self.planes]
-        self.pools = [PoolView(cache, plane) for plane in self.planes]
-        self.nodes = [NodeView(node, self.pools) for node in cache.index.tree.nodes()]
+        self.pools = [AuditedPool(cache, plane) for plane in self.planes]
+        self.nodes = [AuditedNode(node, self.pools) for node in cache.index.tree.nodes()]
         """Parents first."""
 
 
 def audit(cache: PrefixCache) -> None:
     """Every invariant."""
-    view = View(cache)
+    view = AuditView(cache)
     units_balance(view)
     holders_are_leases_transfers_and_keeps(view)
     free_units_are_nobodys(view)
@@ -89,7 +89,7 @@ def audit(cache: PrefixCache) -> None:
     spare_units_are_queued(view)
 
 
-def units_balance(view: View) -> None:
+def units_balance(view: AuditView) -> None:
     """Ledger H10: free + cached + held = total, on every plane."""
     for each in view.pools:
         pool, holders, where = each.pool, each.holders, each.where
@@ -102,7 +102,7 @@ def units_balance(view: View) -> None:
         assert pool.num_free + cached + held == pool.num_units, where
 
 
-def holders_are_leases_transfers_and_keeps(view: View) -> None:
+def holders_are_leases_transfers_and_keeps(view: AuditView) -> None:
     cache = view.cache
     counted = [[0] * len(pool.holders) for pool in view.pools]
     for lease in cache.open_leases.values():
@@ -148,7 +148,7 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
         _count(counted[cache.layout.host[family].index], [unit])
 
 
-def free_units_are_nobodys(view: View) -> None:
+def free_units_are_nobodys(view: AuditView) -> None:
     for each in view.pools:
         free = each.free
         assert len(set(free)) == each.pool.num_free == len(free), "a unit is free twice"
@@ -157,7 +157,7 @@ def free_units_are_nobodys(view: View) -> None:
             assert not each.indexed[unit], "a free unit is indexed"
 
 
-def index_is_the_tree(view: View) -> None:
+def index_is_the_tree(view: AuditView) -> None:
     for plane, pool in enumerate(view.pools):
         found = [unit for each in view.nodes for unit in each.units[plane] if unit != ABSENT]
         indexed = set(compress(range(len(pool.indexed)), pool.indexed))
@@ -165,7 +165,7 @@ def index_is_the_tree(view: View) -> None:
         assert set(found) == indexed, "tree and flags disagree"
 
 
-def nodes_are_linked(view: View) -> None:
+def nodes_are_linked(view: AuditView) -> None:
     page_bytes = view.cache.page_size * TOKEN_BYTES
     for each in view.nodes:
         node = each.node
@@ -182,7 +182,7 @@ def nodes_are_linked(view: View) -> None:
         assert node.parent.children[(node.owner, node.keys[:page_bytes])] is node
 
 
-def counts_are_true(view: View) -> None:
+def counts_are_true(view: AuditView) -> None:
     for each in view.nodes:
         assert each.node.counts == each.counts, "a node's count is wrong"
     for node in (view.cache.index.tree.root, *(each.node for each in view.nodes)):
@@ -192,7 +192,7 @@ def counts_are_true(view: View) -> None:
             assert below == count, "a node's count of children is wrong"
 
 
-def pages_are_supported(view: View) -> None:
+def pages_are_supported(view: AuditView) -> None:
     """H08: no page without a unit it can't do without, where a family is ordered."""
     layout = view.cache.layout
     if any(plane.family.is_ordered for plane in layout.device):
@@ -203,7 +203,7 @@ def pages_are_supported(view: View) -> None:
             assert bare not in pages, "a page that nothing can resume through"
 
 
-def held_units_have_held_units_above(view: View) -> None:
+def held_units_have_held_units_above(view: AuditView) -> None:
     """With `device_units_have_no_holes`: all the way up."""
     for plane, is_ordered in enumerate(view.is_ordered):
         if is_ordered:
@@ -211,7 +211,7 @@ def held_units_have_held_units_above(view: View) -> None:
             assert not _follows_a_gap(view, holders, 0), "a held unit lies below a loose one"
 
 
-def device_units_have_no_holes(view: View) -> None:
+def device_units_have_no_holes(view: AuditView) -> None:
     """An ordered family's device units have device units above them, all the way."""
     for plane in view.cache.layout.device:
         if plane.family.is_ordered:
@@ -219,7 +219,7 @@ def device_units_have_no_holes(view: View) -> None:
             assert not _follows_a_gap(view, units, ABSENT), "a hole in an ordered family"
 
 
-def _follows_a_gap(view: View, pages: dict[int, list[int]], gap: int) -> bool:
+def _follows_a_gap(view: AuditView, pages: dict[int, list[int]], gap: int) -> bool:
     """Whether a page comes behind one, in its node or its parent, that is a gap. `pages`: by
     node, a number for each page; `gap` is the number of a gap."""
     for each in view.nodes:
@@ -233,7 +233,7 @@ def _follows_a_gap(view: View, pages: dict[int, list[int]], gap: int) -> bool:
     return False
 
 
-def loose_units_are_queued(view: View) -> None:
+def loose_units_are_queued(view: AuditView) -> None:
     """What counts as available will be found by the evictor."""
     for each in view.nodes:
         node = each.node
@@ -243,7 +243,7 @@ def loose_units_are_queued(view: View) -> None:
                 assert not is_tail, f"loose units not up for eviction: {view.planes[plane]}"
 
 
-def spare_units_are_queued(view: View) -> None:
+def spare_units_are_queued(view: AuditView) -> None:
     """What can be spared will be found by the evictor before all else."""
     for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         if plane.family.reach is None or not evictor.is_up_to_date:
@@ -256,7 +256,7 @@ def spare_units_are_queued(view: View) -> None:
                 )
 
 
-def queues_are_true(view: View) -> None:
+def queues_are_true(view: AuditView) -> None:
     """A node is in one queue of each plane that says so, and a queue's units are counted."""
     for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         for bit, queues in evictor.queues:
@@ -275,21 +275,21 @@ def queues_are_true(view: View) -> None:
         view.cache.forks.audit()
 
 
-def first_pages_are_counted(view: View) -> None:
+def first_pages_are_counted(view: AuditView) -> None:
     """S07: who asks whether another namespace has a page is told the truth."""
     tree = view.cache.index.tree
     counted = Counter((owner.namespace.salt, page) for owner, page in tree.root.children)
     assert counted == tree.first_pages, "the count of first pages is wrong"
 
 
-def namespaces_know_where_they_begin(view: View) -> None:
+def namespaces_know_where_they_begin(view: AuditView) -> None:
     nodes = [each.node for each in view.nodes]
     begins = {n.serial for n in nodes if n.parent and n.parent.namespace != n.namespace}
     known = {serial for starts in view.cache.index.tree.by_namespace.values() for serial in starts}
     assert begins == known, "the index of namespaces is wrong"
 
 
-def owners_take_over_once(view: View) -> None:
+def owners_take_over_once(view: AuditView) -> None:
     """N22, N23: from base to an adapter and never back, for one tenant. Where an adapter begins
     inside a page, that page is a node of its own."""
     for each in view.nodes:

@@ -41,7 +41,7 @@ from manyroots.errors import (
     UnavailableError,
 )
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Tier
-from manyroots.lora.combination import (
+from manyroots.lora.files.combination import (
     FoundPart,
     combined_path,
     content_name,

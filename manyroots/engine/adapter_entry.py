@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from manyroots.adapter_names import LoraModule
 from manyroots.ids import AdapterName, RequestId
-from manyroots.lora.combination import FoundPart
+from manyroots.lora.files.combination import FoundPart
 from manyroots.messages import LoadLora, PublishLora, Submit, UnloadLora
 
 AdapterMessage = Submit | LoadLora | PublishLora | UnloadLora

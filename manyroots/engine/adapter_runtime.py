@@ -20,7 +20,7 @@ from manyroots.config import LoraSettings
 from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_directory import AdapterFiles
 from manyroots.errors import AdapterError
-from manyroots.lora.combination import FoundPart, parts_of_path
+from manyroots.lora.files.combination import FoundPart, parts_of_path
 from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.spec import AdapterSpec

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import AdapterError
-from manyroots.lora.combination import combined_digest
+from manyroots.lora.files.combination import combined_digest
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import TargetKind, Targets
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair

@@ -45,7 +45,7 @@ class Located:
     """An adapter's folder on this machine."""
 
     folder: Path | str
-    """A text stands for several folders (`lora/combination.py`)."""
+    """A text stands for several folders (`lora/files/combination.py`)."""
     allowed_dirs: tuple[Path, ...] | None
     """Where its files may lie after links are followed; None for anywhere."""
     shown: str

@@ -2306,7 +2306,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "models/gguf_unread.py",
-        "if value and value not in values:",
+        "if value and value not in values and key not in form.reads:",
         "if False:",
         "a GGUF file's scale of logits is left out of account",
         (

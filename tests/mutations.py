@@ -1385,16 +1385,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/slices.py",
-        "            if lane is None or not has_room(lane.head):\n",
-        "            if lane is None:\n",
-        "an entry that lacks pages keeps its time while paused requests hold them",
-        (
-            "property/test_simulation.py::"
-            "test_r01_requests_do_not_take_each_others_place_for_ever[30000262]",
-        ),
-    ),
-    Mutation(
-        "scheduler/slices.py",
         "        claims, self._claims = self._claims, []\n",
         "        claims = self._claims\n",
         "weights are wanted for a request that is over",
@@ -1408,7 +1398,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if r.since <= latest]",
         "]",
         "a request loses its row before its quantum is over",
-        (FAIR + "test_l08_tenants_that_both_wait_are_served_alike[0]",),
+        (FAIR + "test_l08_tenants_that_both_wait_are_served_alike[2]",),
     ),
     Mutation(
         "scheduler/slices.py",

@@ -72,8 +72,10 @@ class Judge:
         assert self._cold is not None
         return self._client.ask(self._cold(party), prompt)
 
-    def by_cached(self, got: GreedyAnswer, most: int = 0) -> Finding:
-        """`most`: what the party itself has computed of the prompt before."""
+    def by_cached(self, party: Party, prompt: str, got: GreedyAnswer, *, most: int = 0) -> Finding:
+        """`most`: what the party itself has computed of the prompt before. Nothing is said of a
+        prompt that the party does not find again when it is sent once more, as where a page is
+        longer than the prompt."""
         if self._no_cached is not None or got.num_cached_tokens is None:
             return not_judged(self._no_cached or "an answer without cached_tokens", "cached_tokens")
         found = got.num_cached_tokens
@@ -82,6 +84,10 @@ class Judge:
         what = f"{found} of {got.num_prompt_tokens} prompt tokens found"
         if found > allowed + SLACK_TOKENS:
             return Finding("cached_tokens", Verdict.LEAK, f"{what}, {allowed} are its own")
+        again = self._client.ask(party, prompt).num_cached_tokens
+        if again is None or again <= allowed + SLACK_TOKENS:
+            why = "the prompt is not found again by its own party, either"
+            return not_judged(why, "cached_tokens")
         return Finding("cached_tokens", Verdict.APART, what)
 
     def by_outputs(
@@ -92,7 +98,7 @@ class Judge:
         if self._cold is None:
             return not_judged("no way to ask for a cold answer", "outputs")
         cold = self.cold(party, prompt)
-        if self.by_cached(cold).verdict is Verdict.LEAK:
+        if self.has_found(cold):
             return not_judged("an answer that should be cold found tokens", "outputs")
         apart = distance(got, cold)
         if apart > self._limit:

@@ -42,7 +42,7 @@ def outliving(
             why = "the writer finds none of its own prompts afterwards"
             return [not_judged("no cached_tokens" if found is None else why)]
         return [
-            bench.judge.by_cached(got),
+            bench.judge.by_cached(reader, crossed, got),
             bench.judge.by_outputs(reader, crossed, got, told),
         ]
 

@@ -60,7 +60,7 @@ def crossing(
             prompt = bench.prompts.draw()
             sent = bench.client.ask(writer, prompt)
             got = bench.client.ask(reader, prompt)
-            findings.append(bench.judge.by_cached(got))
+            findings.append(bench.judge.by_cached(reader, prompt, got))
             if are_tenants:
                 fresh = bench.client.ask(reader, bench.prompts.draw())
                 findings.append(bench.judge.by_usage(got, fresh))
@@ -82,7 +82,7 @@ def grafting(bench: Bench, writer: Party, reader: Party) -> CheckRow:
         sent = bench.client.ask(writer, prompt)
         got = bench.client.ask(reader, prompt)
         return [
-            bench.judge.by_cached(got, most=own),
+            bench.judge.by_cached(reader, prompt, got, most=own),
             bench.judge.by_outputs(reader, prompt, got, sent),
         ]
 

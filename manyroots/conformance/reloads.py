@@ -90,7 +90,7 @@ def _reloaded(
                 finding
                 for prompt, before, got in zip(prompts, old, new, strict=True)
                 for finding in (
-                    bench.judge.by_cached(got),
+                    bench.judge.by_cached(party, prompt, got),
                     bench.judge.by_outputs(reference, prompt, got, before),
                 )
             ]
@@ -183,7 +183,7 @@ def _named_alike(bench: Bench, adapters: LoadedAdapters, one: str, other: str) -
 def _both_named(bench: Bench, adapters: LoadedAdapters, one: Party, other: Party) -> list[Finding]:
     prompt = bench.prompts.draw()
     answers = [bench.client.ask(party, prompt) for party in (one, other)]
-    findings = [bench.judge.by_cached(answers[1])]
+    findings = [bench.judge.by_cached(other, prompt, answers[1])]
     folders = (adapters.first, adapters.second)
     for folder, got, its in zip(folders, answers, answers[::-1], strict=True):
         with adapters.under(bench.prompts.word(), folder) as reference:

@@ -11,8 +11,11 @@ import pytest
 
 from manyroots.conformance import client as client_module
 from manyroots.conformance.client import ConformanceClient, Party
-from manyroots.conformance.judge import distance
+from manyroots.conformance.features import look_at
+from manyroots.conformance.judge import Judge, distance
 from manyroots.conformance.kit import ConformanceSettings, run_kit
+from manyroots.conformance.prompts import FreshPrompts
+from manyroots.conformance.report import Verdict
 from manyroots.errors import ConfigError
 
 Answering = Callable[[dict[str, Any]], dict[str, Any]]
@@ -109,7 +112,7 @@ def test_adapters_of_llama_cpp_are_chosen_by_number(serve: Callable[..., FakeSer
     assert report["rows"][0]["pair"] == "base -> adapter 0"
     sent = [body["lora"] for body in server.bodies if "lora" in body]
     assert [{"id": 0, "scale": 1.0}, {"id": 1, "scale": 0.0}] in sent
-    assert "is the prefix cache off?" in whys(report)
+    assert "is the prefix cache off" in whys(report)
 
 
 def test_a_salt_that_the_server_does_not_declare_is_not_held_against_it(
@@ -118,6 +121,35 @@ def test_a_salt_that_the_server_does_not_declare_is_not_held_against_it(
     serve(vllm_like, **{"openapi.json": {"paths": {}}})
     report = run_kit(ConformanceSettings(url="http://server", only=frozenset({"salts"})))
     assert "no cache_salt" in whys(report)
+
+
+def test_a_prompt_that_its_own_party_does_not_find_again_judges_nothing(
+    serve: Callable[..., FakeServer],
+) -> None:
+    """As where a page is longer than the prompt: that nothing is found is then no sign."""
+    seen: set[str] = set()
+    pages = {"are short": True}
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        found = 60 if body["prompt"] in seen and pages["are short"] else 0
+        seen.add(body["prompt"])
+        details = {"cached_tokens": found}
+        usage = {"prompt_tokens": 64, "prompt_tokens_details": details}
+        return {"choices": [{"text": "a"}], "usage": usage}
+
+    serve(answer)
+    client, prompts = ConformanceClient("http://server"), FreshPrompts(1, 64)
+    party = Party("", "m")
+    features = look_at(client, None, adapters={}, folders=(), salts=None)
+    judge = Judge(client, prompts, features)
+    judge.calibrate([party])
+    for are_short, expected in ((True, Verdict.APART), (False, Verdict.NOT_JUDGED)):
+        pages["are short"] = are_short
+        prompt = prompts.draw()
+        got = client.ask(party, prompt)
+        assert judge.by_cached(party, prompt, got).verdict is expected
+    pages["are short"] = True
+    assert judge.by_cached(party, prompt, client.ask(party, prompt)).verdict is Verdict.LEAK
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from manyroots.engine.memory import (
     count_slots,
 )
 from manyroots.errors import ConfigError
+from manyroots.layers.memories import KV
+from manyroots.layers.spec import AttentionSpec
 from manyroots.models.kernel_set import check_step
 
 
@@ -201,9 +203,11 @@ def test_steps_that_no_launch_could_hold_are_refused_at_start(
     kv_heads: int, max_num_tokens: int, max_num_rows: int, flag: str | None
 ) -> None:
     """A grid's sides end at 65,535, and 65,536 counters serve rows times key-value heads."""
-    memory = SimpleNamespace(kv_heads=kv_heads)
-    layer = SimpleNamespace(attention=SimpleNamespace(memory=memory))
-    spec: Any = SimpleNamespace(layers=(layer,))
+    attention = AttentionSpec(
+        num_heads=kv_heads, memory=KV(kv_heads, 128, None), rope=0, scale=1.0, qkv_bias=False,
+        o_bias=False, qk_norm=False,
+    )  # fmt: skip
+    spec: Any = SimpleNamespace(layers=(SimpleNamespace(mixers=(attention,)),))
     sizes = {"max_num_tokens": max_num_tokens, "max_num_rows": max_num_rows}
     with nullcontext() if flag is None else pytest.raises(ConfigError, match=flag):
         check_step(spec, torch.device("cuda"), **sizes)

@@ -64,7 +64,7 @@ def _of_block(spec: BlockSpec | None, hidden: int) -> int:
         ups = 1 + spec.is_gated
         return (ups + 1) * hidden * inner + (ups * inner + hidden) * spec.bias
     one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
-    return spec.num_experts * (hidden + spec.bias + one)
+    return spec.num_experts * (hidden + spec.bias + spec.has_correction + one)
 
 
 def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.device) -> None:

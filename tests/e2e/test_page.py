@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,11 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.chromium import Browser, Tab, chromium, find_chromium
 from tests.e2e.adapter_server import ADMIN, AdapterServer
-from tests.e2e.conftest import HEADERS, running
+from tests.e2e.conftest import HEADERS, Server, running
 from tests.e2e.test_browser import Site
 from tests.page_server import (
     ATTACK,
@@ -32,10 +34,14 @@ from tests.page_server import (
 )
 from tests.patience import PATIENCE_S
 from tests.tiny_adapters import TinyAdapters
+from tests.unit.models.tiny import save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
 
 pytestmark = pytest.mark.slow
 
 PHONE = 390
+SCRIPT = "<script>window.pwned=1</script>"
+"""A model's name."""
 
 
 @pytest.fixture(scope="module")
@@ -259,12 +265,35 @@ def fake_tree(num_nodes: int) -> dict[str, Any]:
             "nodes": nodes}  # fmt: skip
 
 
+NUM_PIXELS = """(name) => {
+  const canvas = document.querySelector(".tree-canvas");
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d");
+  copy.drawImage(canvas, 0, 0);
+  const wanted = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const [r, g, b] = [1, 3, 5].map((at) => parseInt(wanted.slice(at, at + 2), 16));
+  const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
+  let found = 0;
+  for (let i = 0; i < data.length; i += 4) {
+    found += data[i] === r && data[i + 1] === g && data[i + 2] === b;
+  }
+  return found;
+}"""
+"""Pixels of the tree that have a colour of the style sheet."""
+
+
+def num_pixels(tab: Tab, colour: str) -> int:
+    """Waits till there are some: a worker draws the tree."""
+    return int(tab.until(f"({NUM_PIXELS})('{colour}')"))
+
+
 def test_g07_ten_thousand_nodes_take_at_most_8_ms_a_frame(
     served: AdapterServer, browser: Browser
 ) -> None:
-    """G07: script and layout, in processor time of the page's thread."""
-    tab = open_page(browser, served)
-    show(tab, "cache")
+    """G07: script and layout, in processor time of the page's thread. Without its key the page gets
+    no data, so that all frames are those that are asked for here."""
+    tab = browser.open(served.server.url + "/#cache")
+    tab.until("document.getElementById('key-dialog').open")
+    tab.run("document.getElementById('key-dialog').close()")
     tab.run(f"showTree({json.dumps(fake_tree(10_000))})")
     tab.until("document.querySelector('#view [role=status]').textContent.includes('10,000 runs')")
     tab.run("document.querySelector('.tree-canvas').focus()")
@@ -272,6 +301,9 @@ def test_g07_ten_thousand_nodes_take_at_most_8_ms_a_frame(
     for _ in range(3):
         tab.press("ArrowRight")
         tab.run(frames)
+    tab.until("document.getElementById('node-facts').innerText.includes('Held by')")
+    whole = num_pixels(tab, "--device")
+    assert whole > 50
     costs = []
     for number in range(12):
         before = tab.metrics()
@@ -281,9 +313,11 @@ def test_g07_ten_thousand_nodes_take_at_most_8_ms_a_frame(
         after = tab.metrics()
         names = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
         costs.append(1000 * sum(after[name] - before[name] for name in names))
-    print(f"script and layout of a frame, ms: {sorted(round(cost, 1) for cost in costs)}")
-    # Three in twelve may meet the collector of the browser, or other programs on its core.
-    assert sorted(costs)[-4] <= 8.0
+    print(f"script and layout of a frame, ms: {[round(cost, 1) for cost in costs]}")
+    assert max(costs) <= 8.0
+    tab.press("Enter")
+    tab.run(frames)
+    tab.until(f"({NUM_PIXELS})('--device') !== {whole}")
     tab.close()
 
 
@@ -387,39 +421,75 @@ def test_g07_an_engine_that_is_killed_is_shown_until_it_is_back(
     tab.close()
 
 
-def test_g07_without_a_key_it_is_read_only_and_other_sites_see_nothing(
-    tiny: TinyAdapters, browser: Browser
-) -> None:
-    """G07: cross-site requests of a real browser, to a server that this machine may look at."""
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model with recurrent layers and a host tier, without any key, and with a script's name."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_tiny(folder, "lfm2", vocab_size=300)
+    tiny_backend().save(str(folder / "tokenizer.json"))
     with running(
-        str(tiny.model), "--served-model-name", "<script>window.pwned=1</script>",
-        "--num-gpu-blocks-override", "256",
+        str(folder), "--served-model-name", SCRIPT, "--block-size", "4",
+        "--max-num-seqs", "4", "--num-gpu-blocks-override", "64", "--num-host-pages", "64",
     ) as server:  # fmt: skip
         server.wait_until_ready()
-        tab = browser.open(server.url + "/")
-        tab.until("document.getElementById('phase').textContent === 'ready'")
-        assert "Read-only" in text_of(tab)
-        assert "<script>" in tab.run("document.getElementById('served').innerText")
-        assert tab.run("window.pwned") is None
-        tab.close()
-        site = Site()
-        other = browser.open(site.origin + "/?server=" + server.url)
-        tried = other.run(
-            "Promise.all(['stream', 'trace', 'step?id=1'].map((path) => fetch("
-            f"'{server.url}/page/' + path).then((a) => a.status, (error) => String(error))))"
-        )
-        assert all("Failed to fetch" in str(one) for one in tried), tried
-        other.run(
-            f"fetch('{server.url}/page/simulate', {{method: 'POST', mode: 'no-cors',"
-            " body: '{\"variants\": []}'}).then(() => 0)"
-        )
-        frame = other.run(
-            "new Promise((done) => { const frame = document.createElement('iframe');"
-            f" frame.src = '{server.url}/'; frame.onload = () => {{ let seen = 'nothing';"
-            " try { seen = frame.contentDocument?.title ?? 'nothing'; } catch {}"
-            " done(seen); }; document.body.append(frame);"
-            " setTimeout(() => done('nothing'), 3000); })"
-        )
-        assert frame == "nothing"
-        other.close()
-        site.close()
+        yield server
+
+
+def test_g07_saved_states_and_host_copies_are_seen(hybrid: Server, browser: Browser) -> None:
+    """G07: by their colours in the tree, in the facts of a run, and in the memory's bars."""
+    rng = random.Random(1)
+    head = [rng.randrange(3, 300) for _ in range(24)]
+    for _ in range(16):  # more pages than the device has
+        prompt = head + [rng.randrange(3, 300) for _ in range(16)]
+        body = {"model": SCRIPT, "prompt": prompt, "max_tokens": 5, "ignore_eos": True}
+        asked = httpx.post(hybrid.url + "/v1/completions", json=body, timeout=PATIENCE_S)
+        assert asked.status_code == 200, asked.text
+    tab = browser.open(hybrid.url + "/")
+    tab.until("document.getElementById('main').innerText.includes('checkpoints')")
+    assert re.search(r"\nhost\n.*\npages cached .*\n(?s:.*)checkpoints", text_of(tab))
+    show(tab, "cache")
+    tab.until("document.querySelector('#view .legend').innerText.includes('state saved')")
+    said = tab.run("document.querySelector('#view [role=status]').textContent")
+    assert re.search(r"full on the host: 0 held, [1-9]\d* cached", said), said
+    assert re.search(r"state on the device: 0 held, [1-9]\d* cached", said), said
+    assert num_pixels(tab, "--states") > 10
+    tab.run("document.querySelector('.tree-canvas').focus()")
+    tab.press("ArrowRight")
+    told = "document.getElementById('node-facts').innerText"
+    tab.until(f"{told}.includes('saved state') && {told}.includes('on the device, 6 on the host')")
+    tab.press("ArrowRight")
+    tab.until(f"/\\n3 on the host/.test({told})")
+    tab.close()
+
+
+def test_g07_without_a_key_it_is_read_only_and_other_sites_see_nothing(
+    hybrid: Server, browser: Browser
+) -> None:
+    """G07: cross-site requests of a real browser, to a server that this machine may look at."""
+    tab = browser.open(hybrid.url + "/")
+    tab.until("document.getElementById('phase').textContent === 'ready'")
+    assert "Read-only" in text_of(tab)
+    assert "<script>" in tab.run("document.getElementById('served').innerText")
+    assert tab.run("window.pwned") is None
+    tab.close()
+    site = Site()
+    other = browser.open(site.origin + "/?server=" + hybrid.url)
+    tried = other.run(
+        "Promise.all(['stream', 'trace', 'step?id=1'].map((path) => fetch("
+        f"'{hybrid.url}/page/' + path).then((a) => a.status, (error) => String(error))))"
+    )
+    assert all("Failed to fetch" in str(one) for one in tried), tried
+    other.run(
+        f"fetch('{hybrid.url}/page/simulate', {{method: 'POST', mode: 'no-cors',"
+        " body: '{\"variants\": []}'}).then(() => 0)"
+    )
+    frame = other.run(
+        "new Promise((done) => { const frame = document.createElement('iframe');"
+        f" frame.src = '{hybrid.url}/'; frame.onload = () => {{ let seen = 'nothing';"
+        " try { seen = frame.contentDocument?.title ?? 'nothing'; } catch {}"
+        " done(seen); }; document.body.append(frame);"
+        " setTimeout(() => done('nothing'), 3000); })"
+    )
+    assert frame == "nothing"
+    other.close()
+    site.close()

@@ -64,6 +64,10 @@ export function connect(tree = wantsTree) {
   worker.postMessage({ type: "open", url, key: keys.admin || keys.api });
 }
 
+export function askWorker(message, transfer = []) {
+  worker.postMessage(message, transfer);
+}
+
 // For measurements: a tree that no server has.
 globalThis.showTree = (tree) => worker.postMessage({ type: "fake_tree", tree });
 

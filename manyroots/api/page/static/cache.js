@@ -2,11 +2,11 @@
 // on which tier they are, its brightness when they were last used.
 
 import { h, panel, setText, swatch } from "./dom.js";
+import { askWorker } from "./app.js";
 import { prepare } from "./charts.js";
 import { REQUEST, adapterColour, changed, colour, store } from "./store.js";
 import { count, plural } from "./format.js";
 
-const LEVELS = 6;
 const WHOLE = (tree) => ({ x: 0, y: 0, width: tree.width, height: tree.height });
 
 export function cacheView() {
@@ -23,6 +23,9 @@ export function cacheView() {
     onmouseleave: () => { hovered = -1; drawOver(); },
     onkeydown: onKey,
   });
+  // The worker draws the tree, so that no frame of the page waits for it.
+  const drawing = canvas.transferControlToOffscreen();
+  askWorker({ type: "canvas", canvas: drawing }, [drawing]);
   const over = h("canvas", { class: "tree-canvas tree-over", "aria-hidden": "true" });
   const tip = h("div", { class: "tip", hidden: true });
   const lead = h("p", { class: "muted", role: "status" });
@@ -54,7 +57,19 @@ export function cacheView() {
     return -1;
   }
 
-  const indexOf = (number) => (tree() && number ? tree().columns.id.indexOf(number) : -1);
+  // Where a run is, by its number: found by halves, since a thousand requests may ask.
+  function indexOf(number) {
+    if (!tree() || !number) return -1;
+    const { id: ids, byId } = tree().columns;
+    let low = 0;
+    let high = byId.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (ids[byId[middle]] < number) low = middle + 1;
+      else high = middle;
+    }
+    return low < byId.length && ids[byId[low]] === number ? byId[low] : -1;
+  }
 
   function zoom(node) {
     const c = tree().columns;
@@ -100,17 +115,14 @@ export function cacheView() {
     }
     if (view && zoomed && indexOf(zoomed) < 0) { view = null; zoomed = 0; }
     const shape = `${canvas.clientWidth} ${canvas.clientHeight} ${JSON.stringify(view)} ${colour("--device")}`;
-    if (drawn?.tree !== known || drawn.shape !== shape) {
-      if (drawn?.tree !== known && view && zoomed) zoom(indexOf(zoomed));
-      drawTree(canvas, known, scale());
+    const isNew = drawn?.tree !== known;
+    if (isNew || drawn.shape !== shape) {
+      if (isNew && view && zoomed) zoom(indexOf(zoomed));
+      askWorker({ type: "draw", scale: scale(), size: { width: canvas.clientWidth, height: canvas.clientHeight, ratio: devicePixelRatio || 1 }, colours: colours(), bands: bands(known) });
       drawn = { tree: known, shape };
-      const c = known.columns;
-      let pages = 0;
-      let hidden = 0;
-      for (let i = 0; i < known.size; i += 1) {
-        pages += c.device[i];
-        if (c.nodes[i] > 1) hidden += c.nodes[i];
-      }
+    }
+    if (isNew) {
+      const { pages, hidden } = known;
       setText(lead, `${plural(known.size, "run")} of pages, ${count(pages)} pages on the device${hidden ? `; ${count(hidden)} short runs are counted together` : ""}. ${known.planes.map((p) => `${p[0]} on the ${p[2]}: ${count(p[6])} held, ${count(p[5])} cached, ${count(p[4])} free`).join("; ")}.`);
       drawLegend(legend, known);
     }
@@ -123,7 +135,7 @@ export function cacheView() {
     const found = [];
     for (const row of store.requests.values()) {
       // What is below a run comes right after it.
-      const place = row[REQUEST.node] ? c.id.indexOf(row[REQUEST.node], node) : -1;
+      const place = indexOf(row[REQUEST.node]);
       if (place >= node && place <= node + c.below[node]) found.push(row[REQUEST.id]);
     }
     return found;
@@ -210,125 +222,24 @@ export function cacheView() {
   };
 }
 
+// What the worker can't know: it sees no style sheet.
+function colours() {
+  const names = { device: "--device", host: "--host", none: "--c0", panel: "--panel", states: "--states", windows: "--c6", muted: "--muted", ink: "--ink" };
+  return Object.fromEntries(Object.entries(names).map(([name, variable]) => [name, colour(variable)]));
+}
+
+function bands(tree) {
+  return tree.bands.map(({ namespace, begin, end }) => {
+    const space = tree.namespaces[namespace] || { adapter: null, tenant: 0 };
+    const text = `${space.adapter ?? "base model"}${space.tenant ? ` · tenant ${space.tenant}` : ""}`;
+    return { begin, end, text, colour: colour(adapterColour(space.adapter)) };
+  });
+}
+
 function drawLegend(legend, tree) {
   const entries = [["--device", "on the device"]];
   if (tree.planes.some((plane) => plane[2] === "host")) entries.push(["--host", "on the host"]);
   if (tree.planes.some((plane) => plane[1] === "window")) entries.push(["--c6", "window kept"]);
   if (tree.planes.some((plane) => plane[1] === "state")) entries.push(["--states", "state saved"]);
   legend.replaceChildren(...entries.map(([variable, text]) => h("span", {}, swatch(`var(${variable})`), text)), h("span", {}, "fainter: used longer ago"));
-}
-
-// Colours by tier and age, mixed with the background: the older, the nearer to it.
-function palette() {
-  const mix = (variable) => Array.from({ length: LEVELS }, (_, level) => blend(colour(variable), colour("--panel"), 0.78 * (level / (LEVELS - 1))));
-  return { device: mix("--device"), host: mix("--host"), none: mix("--c0") };
-}
-
-function blend(one, other, share) {
-  const parse = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
-  const [a, b] = [parse(one), parse(other)];
-  return `rgb(${a.map((value, place) => Math.round(value * (1 - share) + b[place] * share)).join(" ")})`;
-}
-
-export function drawTree(canvas, tree, s) {
-  const { context, width, height } = prepare(canvas);
-  const colours = palette();
-  const c = tree.columns;
-  const bottom = height - 18;
-  const oldest = ageScale(tree);
-  context.save();
-  context.beginPath();
-  context.rect(s.left, 0, width - s.left, bottom);
-  context.clip();
-  let last = "";
-  const fill = (style, x, y, w, h) => {
-    if (style !== last) context.fillStyle = last = style;
-    context.fillRect(x, y, w, h);
-  };
-  const rows = new Int32Array(Math.ceil(width) + 2).fill(-1); // by column: the last row drawn there
-  for (let i = 0; i < tree.size; i += 1) {
-    const y = (c.y[i] - s.y) * s.sy;
-    const h = c.leaves[i] * s.sy;
-    const x = s.left + (c.x[i] - s.x) * s.sx;
-    const w = c.pages[i] * s.sx;
-    if (y > bottom || y + h < 0 || x > width || x + w < s.left) continue;
-    if (h < 1) {
-      // Thinner than a pixel: one run stands for all that begin at the same place.
-      const column = Math.max(0, Math.floor(x));
-      if (rows[column] === Math.floor(y)) continue;
-      rows[column] = Math.floor(y);
-    }
-    const level = Math.min(LEVELS - 1, Math.floor(oldest(tree.tick - c.used[i]) * LEVELS));
-    const gapY = h > 3 ? 1 : 0;
-    const gapX = w > 3 ? 1 : 0;
-    const here = c.pages[i] ? Math.min(c.device[i] / c.pages[i], 1) : 0;
-    const high = Math.max(h - gapY, 0.7);
-    const wide = Math.max(w - gapX, 0.7);
-    if (here > 0) fill(colours.device[level], x, y, wide * here, high);
-    if (here < 1) fill((c.host[i] ? colours.host : colours.none)[level], x + wide * here, y, wide * (1 - here), high);
-    if (c.nodes[i] > 1 && wide > 6 && high > 6) {
-      fill(colour("--panel"), x + 2, y + high / 2 - 1, wide - 4, 2);
-    }
-  }
-  for (let i = 0; i < c.marks.length; i += 4) {
-    const node = c.marks[i];
-    const y = (c.y[node] - s.y) * s.sy;
-    const h = c.leaves[node] * s.sy;
-    if (y > bottom || y + h < 0) continue;
-    const isState = c.marks[i + 1] === 1;
-    const first = isState ? c.marks[i + 3] - 0.35 : c.marks[i + 2];
-    const x = s.left + (c.x[node] + first - s.x) * s.sx;
-    const w = (c.marks[i + 3] - first) * s.sx;
-    const high = Math.max(Math.min(h - 1, 6), 0.7);
-    fill(colour(isState ? "--states" : "--c6"), x - (isState ? 1 : 0), isState ? y : y + Math.max(h - 1 - high, 0), Math.max(w - 1, 1.5), isState ? Math.max(h - 1, 0.7) : high);
-  }
-  context.restore();
-  drawBands(context, tree, s, bottom);
-  context.fillStyle = colour("--muted");
-  context.textBaseline = "alphabetic";
-  context.textAlign = "left";
-  context.fillText(`token ${count(s.x * tree.pageSize)}`, s.left, height - 4);
-  context.textAlign = "right";
-  context.fillText(`${count((s.x + s.width) * tree.pageSize)}`, width - 4, height - 4);
-}
-
-// Ages are very unequal: what counts is their order of magnitude.
-function ageScale(tree) {
-  let most = 1;
-  for (let i = 0; i < tree.size; i += 1) most = Math.max(most, tree.tick - tree.columns.used[i]);
-  const whole = Math.log1p(most);
-  return (age) => Math.log1p(Math.max(age, 0)) / whole;
-}
-
-// Whose pages they are, at the left.
-function drawBands(context, tree, s, bottom) {
-  const c = tree.columns;
-  const bands = [];
-  for (let i = 0; i < tree.size; i += 1) {
-    if (c.parent[i] >= 0) continue;
-    const last = bands[bands.length - 1];
-    if (last && last.namespace === c.namespace[i]) last.end = c.y[i] + c.leaves[i];
-    else bands.push({ namespace: c.namespace[i], begin: c.y[i], end: c.y[i] + c.leaves[i] });
-  }
-  context.textBaseline = "middle";
-  context.textAlign = "left";
-  let free = 0;
-  for (const band of bands) {
-    const top = Math.max((band.begin - s.y) * s.sy, 0);
-    const end = Math.min((band.end - s.y) * s.sy, bottom);
-    if (end <= 0 || top >= bottom) continue;
-    const space = tree.namespaces[band.namespace] || { adapter: null, tenant: 0 };
-    context.fillStyle = colour(adapterColour(space.adapter));
-    context.fillRect(s.left - 6, top, 4, Math.max(end - top - 1, 0.7));
-    const middle = Math.max((top + end) / 2, free + 7);
-    if (middle > bottom - 6 || (end - top < 4 && middle > end + 10)) continue;
-    free = middle + 7;
-    context.save();
-    context.beginPath();
-    context.rect(0, 0, s.left - 10, bottom);
-    context.clip();
-    context.fillStyle = colour("--ink");
-    context.fillText(`${space.adapter ?? "base model"}${space.tenant ? ` · tenant ${space.tenant}` : ""}`, 0, middle);
-    context.restore();
-  }
 }

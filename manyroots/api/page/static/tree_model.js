@@ -1,6 +1,9 @@
 // The prefix tree as columns that can be drawn: where each run of pages lies, and what is known of
 // it. Runs in a worker. A run is as wide as its pages and as high as the ends of paths below it.
 
+// Brightnesses, by age.
+export const LEVELS = 6;
+
 const NODE = { id: 0, parent: 1, namespace: 2, pages: 3, units: 4, used: 5, hits: 6, fork: 7, nodes: 8, marks: 9 };
 
 export class TreeModel {
@@ -66,7 +69,11 @@ export class TreeModel {
       nodes: new Int32Array(size),
       before: new Float64Array(size),
       marks: Int32Array.from(markers(order, planes)),
+      level: new Uint8Array(size),
+      byId: Uint32Array.from(order.keys()),
     };
+    let pages = 0;
+    let hidden = 0;
     const device = planes.findIndex((plane) => plane[2] === "device");
     const host = planes.findIndex((plane) => plane[2] === "host");
     const before = this.evictedBefore(planes[device]);
@@ -79,6 +86,8 @@ export class TreeModel {
       columns.host[i] = host < 0 ? 0 : row[NODE.units][host] || 0;
       columns.fork[i] = row[NODE.fork] ? 1 : 0;
       columns.nodes[i] = row[NODE.nodes];
+      pages += columns.device[i];
+      if (row[NODE.nodes] > 1) hidden += row[NODE.nodes];
       columns.used[i] = Math.max(columns.used[i], row[NODE.used]);
       columns.hits[i] += row[NODE.hits];
       if (!columns.leaves[i]) {
@@ -110,9 +119,14 @@ export class TreeModel {
       next[i] = columns.y[i];
       widest = Math.max(widest, columns.x[i] + columns.pages[i]);
     }
+    columns.byId.sort((a, b) => columns.id[a] - columns.id[b]);
+    fillLevels(columns, tick);
     return {
       size,
       tick,
+      pages,
+      hidden,
+      bands: bands(columns),
       width: widest,
       height: Math.max(top, 1),
       pageSize: this.head.page_size,
@@ -132,6 +146,28 @@ export class TreeModel {
     }
     return before;
   }
+}
+
+// Ages are very unequal: what counts is their order of magnitude.
+function fillLevels({ used, level }, tick) {
+  let most = 1;
+  for (const at of used) most = Math.max(most, tick - at);
+  const whole = Math.log1p(most);
+  used.forEach((at, i) => {
+    level[i] = Math.min(LEVELS - 1, Math.floor((Math.log1p(Math.max(tick - at, 0)) / whole) * LEVELS));
+  });
+}
+
+// Whose pages they are, from top to bottom.
+function bands({ parent, namespace, y, leaves }) {
+  const found = [];
+  for (let i = 0; i < parent.length; i += 1) {
+    if (parent[i] >= 0) continue;
+    const last = found[found.length - 1];
+    if (last && last.namespace === namespace[i]) last.end = y[i] + leaves[i];
+    else found.push({ namespace: namespace[i], begin: y[i], end: y[i] + leaves[i] });
+  }
+  return found;
 }
 
 function sorted(namespaces) {

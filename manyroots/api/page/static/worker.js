@@ -1,14 +1,19 @@
-// Reads the stream of events and lays out the tree, beside the page: so that neither parsing nor
-// counting ever keeps a frame waiting. `fetch` and not EventSource, since the key is a header.
+// Reads the stream of events, lays out the tree and draws it, beside the page: so that none of this
+// ever keeps a frame waiting. `fetch` and not EventSource, since the key is a header.
 
+import { drawTree } from "./tree_drawing.js";
 import { TreeModel } from "./tree_model.js";
 
 let current = null;
 const tree = new TreeModel();
+let canvas = null;
+let drawable = null; // the tree as it was last sent
 
 self.onmessage = ({ data }) => {
   if (data.type === "open") open(data);
   if (data.type === "fake_tree") send(tree.whole(data.tree));
+  if (data.type === "canvas") canvas = data.canvas;
+  if (data.type === "draw" && drawable) drawTree(canvas, drawable, data);
 };
 
 function open({ url, key }) {
@@ -49,7 +54,12 @@ async function read(url, key, controller) {
   }
 }
 
+const DRAWN = ["x", "y", "pages", "leaves", "device", "host", "level", "below", "nodes", "marks"];
+
 function send(laid) {
+  // The page takes the columns; drawing keeps copies of those that it needs.
+  const columns = Object.fromEntries(DRAWN.map((name) => [name, laid.columns[name].slice()]));
+  drawable = { pageSize: laid.pageSize, columns };
   self.postMessage({ type: "tree", tree: laid }, Object.values(laid.columns).map((c) => c.buffer));
 }
 

@@ -18,11 +18,11 @@ from manyroots.lora.targets import TargetKind, Targets
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import Allocate
 
-Part = tuple[AdapterSpec, AdapterWeights, float]
+WeightedPart = tuple[AdapterSpec, AdapterWeights, float]
 
 
 def combine(
-    parts: Sequence[Part], targets: Targets, *, max_rank: int, allocate: Allocate
+    parts: Sequence[WeightedPart], targets: Targets, *, max_rank: int, allocate: Allocate
 ) -> tuple[AdapterSpec, AdapterWeights]:
     """AdapterError says why they can't be one."""
     if any(spec.invocation_tokens is not None for spec, _, _ in parts):
@@ -56,7 +56,7 @@ def combine(
     return AdapterSpec(digest, rank, weights.num_bytes, told), weights
 
 
-def _joined(name: str, kind: TargetKind, parts: Sequence[Part]) -> LoraPair:
+def _joined(name: str, kind: TargetKind, parts: Sequence[WeightedPart]) -> LoraPair:
     found = [(weights.pairs[name], weight) for _, weights, weight in parts if name in weights.pairs]
     rank_dim = -1 if kind is TargetKind.EMBEDDING else -2
     a = [pair.a * (weight * pair.scaling) for pair, weight in found]

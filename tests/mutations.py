@@ -2430,13 +2430,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "scheduler/departures.py",
-        "in_flight = request.num_in_flight_tokens > 0",
-        "in_flight = False",
-        "the slot of a retracted request is given away while its step is in flight",
-        (f"{ADAPTERS}test_w03_w05_w09_a_slot_stays_as_it_is_while_a_launched_step_reads_it",),
-    ),
-    Mutation(
         "cache/cache.py",
         "self.costs.measured_load if is_whole else self.costs.measured_miss",
         "self.costs.measured_load",

@@ -2430,6 +2430,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "scheduler/departures.py",
+        "is_in_flight=request.num_in_flight_tokens > 0",
+        "is_in_flight=False",
+        "the slot of a paused request is given away while its step is in flight",
+        (
+            f"{ADAPTERS}test_w03_w05_w09_a_slot_keeps_its_weights_until_a_paused_requests_step_is_done",
+        ),
+    ),
+    Mutation(
         "cache/cache.py",
         "self.costs.measured_load if is_whole else self.costs.measured_miss",
         "self.costs.measured_load",

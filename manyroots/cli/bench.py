@@ -32,8 +32,8 @@ from manyroots.options import flag_name
 def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser(
         "bench", help="measure throughput and latency",
-        description="Each prints a table; --json FILE has every figure with its spread, the "
-        "workload and the machine. docs/performance.md has what was measured.",
+        description="Each command prints a table. --json FILE gets every figure with its spread, "
+        "the workload and the machine. docs/performance.md has measured figures.",
     )  # fmt: skip
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)
@@ -55,34 +55,34 @@ def add_bench_command(commands: Any) -> None:
 def _add_offline(kinds: Any) -> None:
     offline = kinds.add_parser(
         "offline",
-        help="tokens per second of a batch of prompts, beside transformers' generate",
-        description="Prints output tokens per second and seconds of processor time of a batch of "
-        "prompts that share a beginning, of ours and of transformers' generate (PEFT's with "
-        "adapters), their ratio, and how many prompts have the same tokens. On a busy machine only "
-        "processor time says anything; the share that others had is printed.",
+        help="tokens per second of a batch of prompts, compared with transformers' generate",
+        description="Runs a batch of prompts with a shared prefix here and with transformers' "
+        "generate (PEFT's with adapters). Prints output tokens per second, CPU time, their ratio, "
+        "and how many prompts give the same tokens. On a busy machine only CPU time is "
+        "meaningful; the share of other processes is printed.",
     )
     add_engine_flags(offline)
     group = offline.add_argument_group("workload")
     group.add_argument("--num-prompts", type=int, default=32, metavar="N", help="[32]")
     group.add_argument(
-        "--prompt-len", type=int, default=256, metavar="TOKENS", help="on average [256]"
+        "--prompt-len", type=int, default=256, metavar="TOKENS", help="average length [256]"
     )
     group.add_argument(
-        "--shared-len", type=int, default=192, metavar="TOKENS", help="that all begin with [192]"
+        "--shared-len", type=int, default=192, metavar="TOKENS", help="shared prefix [192]"
     )
     group.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="of each [64]")
     group.add_argument(
         "--adapters", type=int, default=0, metavar="N",
-        help="run the batch again with this many random adapters in turn",
+        help="run the batch again with this many random adapters, in rotation",
     )  # fmt: skip
     group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument(
         "--dtypes", default="float32,bfloat16", metavar="LIST", help="one run for each"
     )
     group.add_argument(
         "--compare", choices=("transformers", "none"), default="transformers",
-        help="what to run beside it",
+        help="what to compare with",
     )  # fmt: skip
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     offline.set_defaults(run=_offline)
@@ -92,56 +92,56 @@ def _add_decode(kinds: Any) -> None:
     decode = kinds.add_parser(
         "decode",
         help="prefill and decode of a public model's shape with random weights",
-        description="Prints for each batch and number of adapters: decoded tokens per second, "
-        "milliseconds of a step (least to most), seconds until all have their first token, and how "
-        "near that comes to what the bytes of a step and the operations of the prompts allow.",
+        description="Prints for each batch size and number of adapters: decoded tokens per second, "
+        "milliseconds per step (min to max), seconds until all sequences have their first token, "
+        "and how close that is to the limits of memory bandwidth and compute.",
     )
     add_engine_flags(decode)
     group = decode.add_argument_group("workload")
     group.add_argument(
-        "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="the shape"
+        "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="model shape"
     )
     add_layers(group)
     group.add_argument(
         "--prompt-len", type=ints, default=(512,), metavar="LIST",
-        help="of all batches, or one for each",
+        help="prompt tokens, for all batches or one for each",
     )  # fmt: skip
     group.add_argument(
-        "--output-len", type=int, default=128, metavar="TOKENS", help="decoded by each [128]"
+        "--output-len", type=int, default=128, metavar="TOKENS", help="per sequence [128]"
     )
     group.add_argument(
         "--batch",
         type=ints,
         default=(1, 8, 32, 64),
         metavar="LIST",
-        help="sequences at once; a case for each [1,8,32,64]",
+        help="batch sizes, one case for each [1,8,32,64]",
     )
     group.add_argument(
         "--adapters", type=ints, default=(0, 1, 8), metavar="LIST",
-        help="how many different ones the batch uses; one case for each, 0 is the base model",
+        help="numbers of distinct adapters in a batch, one case for each; 0: base model",
     )  # fmt: skip
     group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
     group.add_argument(
         "--adapters-without-experts", action="store_true",
-        help="leave experts out of the adapters, whose size they make",
+        help="leave experts, most of their size, out of the adapters",
     )  # fmt: skip
     group.add_argument(
         "--adapters-cold", action="store_true",
-        help="also the first token of an adapter that is on disk, in host memory, on the device",
+        help="also measure the first token of an adapter on disk, in host memory, on the device",
     )  # fmt: skip
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument(
-        "--profile", action="store_true", help="also what each kernel takes of a decode step"
+        "--profile", action="store_true", help="also print the time of a decode step by kernel"
     )
     group.add_argument(
         "--sampled",
         action="store_true",
-        help="beside greedy: top-p with top-k, and these with penalties and 5 logprobs",
+        help="also top-p with top-k, and these with penalties and 5 logprobs",
     )
     group.add_argument(
         "--structured",
         action="store_true",
-        help="beside greedy: every second row's output follows a JSON schema (with --tokenizer)",
+        help="also with a JSON schema for every second row (needs --tokenizer)",
     )
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
@@ -150,15 +150,15 @@ def _add_decode(kinds: Any) -> None:
 def _add_quantization(kinds: Any) -> None:
     quantization = kinds.add_parser(
         "quantization",
-        help="how far rounded weights move a model's distributions, on real text",
-        description="Prints the mean and the 99th percentile of KL divergence, in nats, between a "
-        "model and the same with rounded weights, and how often both have the same likeliest "
-        "token. Computed by transformers on a CPU; what a GPU rounds of activations is in it.",
+        help="how much rounded weights change a model's distributions, on real text",
+        description="Prints the mean and the 99th percentile of the KL divergence, in nats, "
+        "between a model and its rounded version, and how often the likeliest token is the "
+        "same. Computed by transformers on a CPU; includes a GPU's rounding of activations.",
     )
     add_engine_flags(quantization)
     group = quantization.add_argument_group("workload")
-    group.add_argument("--text", metavar="FILE", help="prose; the package's own by default")
-    group.add_argument("--tokens", type=int, default=2048, metavar="N", help="at most so many")
+    group.add_argument("--text", metavar="FILE", help="prose; default: a text in the package")
+    group.add_argument("--tokens", type=int, default=2048, metavar="N", help="maximum number")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     quantization.set_defaults(run=_quantization)
 
@@ -166,31 +166,31 @@ def _add_quantization(kinds: Any) -> None:
 def _add_scheduler(kinds: Any) -> None:
     scheduler = kinds.add_parser(
         "scheduler",
-        help="cost of planning without a model, beside other schedulers",
-        description="Prints hit rates, microseconds a request for submitting, planning and "
-        "advancing, and milliseconds of steps in which everybody decodes, in CPU time of the "
+        help="cost of planning without a model, compared with other schedulers",
+        description="Prints hit rates, microseconds per request for submitting, planning and "
+        "advancing, and milliseconds of steps in which all rows decode, in CPU time of the "
         "thread.",
     )
     group = scheduler.add_argument_group("workload")
     group.add_argument("--requests", type=int, default=1000, metavar="N")
     group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
     group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
-    group.add_argument("--groups", type=int, default=32, metavar="N", help="different shared heads")
+    group.add_argument("--groups", type=int, default=32, metavar="N", help="shared prefixes")
     group.add_argument("--decode", type=int, default=8, metavar="TOKENS", help="output per request")
     group.add_argument("--budget", type=int, default=8192, metavar="TOKENS", help="per step")
     group.add_argument("--batch", type=int, default=256, metavar="N", help="sequences per step")
-    group.add_argument("--burst", type=int, default=64, metavar="N", help="requests of the burst")
+    group.add_argument("--burst", type=int, default=64, metavar="N", help="requests in the burst")
     group.add_argument("--decode-batches", type=ints, default=(1, 64, 256), metavar="LIST")
     group.add_argument("--waiting", type=ints, default=(0, 100, 500, 5000), metavar="LIST")
     group.add_argument("--steady-steps", type=int, default=64, metavar="N")
     group.add_argument(
-        "--tenants", type=ints, default=(1, 1024, 10_000), metavar="LIST", help="salts that wait"
+        "--tenants", type=ints, default=(1, 1024, 10_000), metavar="LIST", help="waiting salts"
     )
     group.add_argument("--page-size", type=ints, default=(16, 64), metavar="LIST")
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument(
         "--peer", action="append", default=[], metavar="DIR",
-        help="folder that a tokenspeed-scheduler wheel was installed into; may be repeated",
+        help="folder with an installed tokenspeed-scheduler wheel; may be repeated",
     )  # fmt: skip
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     scheduler.set_defaults(run=_scheduler)
@@ -200,17 +200,17 @@ def _add_cache(kinds: Any) -> None:
     cache = kinds.add_parser(
         "cache", help="cost and memory of the prefix cache alone",
         description="Prints microseconds for finding, allocating, publishing and releasing one "
-        "request's pages in a small pool and in a large one, and what the large one takes.",
+        "request's pages in a small pool and in a large one, and the memory of the large one.",
     )  # fmt: skip
     group = cache.add_argument_group("workload")
     group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
     group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
     group.add_argument("--prefixes", type=int, default=8, metavar="N")
-    group.add_argument("--pages", type=int, default=4096, metavar="N", help="of the small pool")
+    group.add_argument("--pages", type=int, default=4096, metavar="N", help="in the small pool")
     group.add_argument("--page-size", type=int, default=16, metavar="TOKENS")
-    group.add_argument("--cycles", type=int, default=500, metavar="N", help="the median counts")
+    group.add_argument("--cycles", type=int, default=500, metavar="N", help="report the median")
     group.add_argument(
-        "--large-pages", type=int, default=1_000_000, metavar="N", help="of the large pool"
+        "--large-pages", type=int, default=1_000_000, metavar="N", help="in the large pool"
     )
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     cache.set_defaults(run=_cache)
@@ -219,9 +219,9 @@ def _add_cache(kinds: Any) -> None:
 def _add_adapters(kinds: Any) -> None:
     adapters = kinds.add_parser(
         "adapters",
-        help="rows and waits where more adapters are asked for than may run at once",
-        description="Counts steps of the scheduler without a model: rows, tokens and adapters a "
-        "step, and the longest wait and pause, beside the same with an endless quantum.",
+        help="rows and waits with more adapters than may run at once",
+        description="Counts steps of the scheduler without a model: rows, tokens and adapters per "
+        "step, and the longest wait and pause, compared with an infinite quantum.",
     )
     group = adapters.add_argument_group("workload")
     group.add_argument(

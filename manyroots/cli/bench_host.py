@@ -11,19 +11,19 @@ from manyroots.errors import ConfigError
 def add_host(kinds: Any) -> None:
     host = kinds.add_parser(
         "host",
-        help="the processor's share of a step, with a device that costs nothing",
-        description="Prints microseconds of processor time a step, by kind of step and by part of "
-        "the engine: planning, laying out inputs, packing them, reading results, publishing. "
-        "Whole requests through the real engine below text and HTTP; kernels are not launched.",
+        help="CPU time of a step, with a device that takes no time",
+        description="Prints microseconds of CPU time per step, by kind of step and by part of the "
+        "engine: planning, laying out inputs, packing them, reading results, publishing. Runs "
+        "whole requests through the real engine, without text, HTTP or kernel launches.",
     )
     group = host.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
         help="mixed (the default), decode-256, adapters-32, adapters-1000, long-prompts and "
-        "others, which a wrong name lists; may be repeated",
+        "others; a wrong name lists all; may be repeated",
     )  # fmt: skip
-    group.add_argument("--requests", type=int, default=None, metavar="N", help="at most so many")
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--requests", type=int, default=None, metavar="N", help="maximum number")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     host.set_defaults(run=_host)
 

@@ -18,23 +18,23 @@ from manyroots.config import ENGINE_ROOMS
 def add_http(kinds: Any) -> None:
     http = kinds.add_parser(
         "http",
-        help="what HTTP adds to a token, beside the same engine without it",
-        description="The same requests over HTTP and through an engine without it, turn and turn "
-        "about. Prints tokens per second of both, what is added to a token on the wall, and the "
-        "processor time of each process, which does not depend on who else computes.",
+        help="what HTTP adds to a token, compared with the same engine without it",
+        description="Runs the same requests over HTTP and through an engine without it, in turn. "
+        "Prints tokens per second of both, the wall time added to a token, and the CPU time of "
+        "each process, which does not depend on other load.",
     )
     add_engine_flags(http)
     group = http.add_argument_group("workload")
     group.add_argument(
         "--streams", type=ints, default=(64,), metavar="LIST",
-        help="open at once; more than --max-num-seqs wait for each other",
+        help="streams open at once; those beyond --max-num-seqs wait",
     )  # fmt: skip
     group.add_argument("--prompt-len", type=int, default=32, metavar="TOKENS", help="[32]")
     group.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="[64]")
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument(
         "--pin", action="store_true",
-        help="engines on a core of their own, the server and the load on the others",
+        help="pin engines to one core, the server and the load to the others",
     )  # fmt: skip
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     http.set_defaults(run=_http)

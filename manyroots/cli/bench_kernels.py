@@ -22,44 +22,44 @@ def add_kernels(kinds: Any) -> None:
     kernels = kinds.add_parser(
         "kernels",
         help="single kernels on a model's shape, each compared with its reference",
-        description="Prints for each kernel the microseconds of one call (least to most), bytes "
-        "and operations a second by what it must read and multiply at least, and `off`: its "
+        description="Prints for each kernel the microseconds of one call (min to max), bytes and "
+        "operations per second of the least that it must read and multiply, and `off`: its "
         "largest difference from the reference as a share of the largest number. Weights and pages "
-        "are read in turn, so that none is in a cache. Exits 1 where one failed or differs.",
+        "rotate, so that none is cached. Exits with code 1 if a kernel fails or differs.",
     )
     group = kernels.add_argument_group("workload")
     group.add_argument(
-        "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="the shape"
+        "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="model shape"
     )
     group.add_argument(
         "--part", action="append", choices=PARTS,
-        help="may be repeated, all by default: products with weights, what reads them (a norm, an "
-        "activation), attention of decoding sequences, attention over prompts",
+        help="products with weights, what reads them (a norm, an activation), attention of "
+        "decodes, attention of prompts; may be repeated; default: all",
     )  # fmt: skip
     group.add_argument(
-        "--rows", type=ints, default=(8, 64, 128, 256), metavar="LIST", help="of products, readers"
+        "--rows", type=ints, default=(8, 64, 128, 256), metavar="LIST", help="for products, readers"
     )
     group.add_argument(
         "--decodes", default="8x576,64x576,128x576,256x576,256x64-1280,16x16000", metavar="LIST",
-        help="sequences that decode: how many, and how many tokens each sees",
+        help="decoding sequences, as NUMBERxCONTEXT in tokens",
     )  # fmt: skip
     group.add_argument(
         "--prompts", default="8192,8192@7808,4096,16x512", metavar="LIST",
-        help="prompts: how many (1), of how many tokens, behind how many others (@, none)",
+        help="prompts, as [NUMBERx]TOKENS[@TOKENS before it]",
     )  # fmt: skip
     group.add_argument(
-        "--fp8", action="store_true", help="weights of products in FP8, a scale for each row"
+        "--fp8", action="store_true", help="weights in FP8 with a scale for each row"
     )
     group.add_argument(
         "--adapters", type=int, default=0, metavar="N",
-        help="spread over the rows; products then shrink, and readers expand",
+        help="adapters spread over the rows; products then shrink, and readers expand",
     )  # fmt: skip
     group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU"
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    group.add_argument("--repeats", type=int, default=5, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     kernels.set_defaults(run=_run)
 

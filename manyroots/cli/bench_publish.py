@@ -18,20 +18,20 @@ from manyroots.cli.flags import add_engine_flags, engine_values, with_config_fil
 from manyroots.config import ENGINE_ROOMS
 
 _NUMBERS = {
-    "revisions": (20, "N", "how often new weights are published"),
-    "rank": (16, "N", "of the adapter, on every projection"),
-    "streams": (32, "N", "sequences of the base model that decode meanwhile"),
-    "stream_prompt_len": (512, "TOKENS", "of each of those"),
-    "prompt_len": (64, "TOKENS", "of the prompt whose first token is waited for"),
+    "revisions": (20, "N", "number of times that new weights are published"),
+    "rank": (16, "N", "rank of the adapter, on every projection"),
+    "streams": (32, "N", "base model sequences that decode at the same time"),
+    "stream_prompt_len": (512, "TOKENS", "prompt of each of those"),
+    "prompt_len": (64, "TOKENS", "prompt of the request whose first token is timed"),
 }
 
 
 def add_publish(kinds: Any) -> None:
     publish = kinds.add_parser(
         "publish",
-        help="from an adapter's tensors in memory to its first token, beside streams",
+        help="time from an adapter's tensors in memory to its first token, during decoding",
         description="Publishes revisions of an adapter from tensors in memory while other "
-        "sequences decode; prints the time to the first token of each, and what a step takes.",
+        "sequences decode. Prints the time to the first token of each, and the step time.",
     )
     add_engine_flags(publish)
     group = publish.add_argument_group("workload")

@@ -13,29 +13,29 @@ from manyroots.errors import ConfigError
 def add_table(kinds: Any) -> None:
     table = kinds.add_parser(
         "table",
-        help="every figure that has a goal, beside the goal and vLLM's (one H200, an hour)",
+        help="every figure that has a goal, with the goal and vLLM's figure (one H200, an hour)",
         description="Runs `bench decode` and `bench traffic` with the workloads of "
-        "docs/performance.md, each in a process of its own, and prints every figure with its "
-        "spread, the goal and what vLLM takes. The goals are of one H200.",
+        "docs/performance.md, each in its own process. Prints every figure with its spread, the "
+        "goal and vLLM's figure. The goals are for one H200.",
     )
     table.add_argument(
         "--only", action="append", default=[], metavar="NAME",
-        help="this run; may be repeated, and a wrong name lists them",
+        help="only this run; may be repeated; a wrong name lists all",
     )  # fmt: skip
     table.add_argument(
         "--compile-jobs", type=int, default=0, metavar="N",
-        help="first run all of them with few layers, N at a time, so that kernels are compiled",
+        help="first compile kernels: run everything with few layers, N at a time",
     )  # fmt: skip
     table.add_argument(
-        "--minutes", type=float, default=None, metavar="M", help="begin none later than that"
+        "--minutes", type=float, default=None, metavar="M", help="start no run after this time"
     )
     table.add_argument(
         "--folder", type=Path, default=None, metavar="DIR",
-        help="for the report and the log of every run; one of its own by default",
+        help="folder for the report and the log of every run; default: a new one",
     )  # fmt: skip
     table.add_argument(
         "--with", dest="more", default="", metavar="ARGUMENTS",
-        help="further arguments of every run, as one word: --with='--repeats 1'",
+        help="more arguments for every run, as one word: --with='--repeats 1'",
     )  # fmt: skip
     table.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     table.set_defaults(run=_table)

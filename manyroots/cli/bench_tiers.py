@@ -17,39 +17,37 @@ PARTS = ("copies", "beside", "hits", "misses")
 def add_tiers(kinds: Any) -> None:
     tiers = kinds.add_parser(
         "tiers",
-        help="first tokens from device, host and storage; what tiers cost without hits",
-        description="Prints how long the first token of a prompt takes that is computed, or found "
-        "on the device, on the host or in storage (hits); tokens per second with tiers and without "
-        "where nothing is found (misses); GB/s between device and host (copies); and a decode step "
-        "beside such copies (beside).",
+        help="first tokens from device, host and storage; cost of tiers without hits",
+        description="Parts: the time to the first token of a prompt that is computed, or found on "
+        "the device, on the host or in storage (hits); tokens per second with and without tiers if "
+        "nothing is found (misses); GB/s between device and host (copies); the time of a decode "
+        "step during such copies (beside).",
     )
     add_engine_flags(tiers)
     group = tiers.add_argument_group("workload")
     group.add_argument(
         "--part", action="append", choices=PARTS,
-        help="may be repeated; hits and misses by default. copies and beside need a GPU",
+        help="may be repeated; default: hits and misses. copies and beside need a GPU",
     )  # fmt: skip
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS),
         help="random weights of this shape, instead of --model",
     )  # fmt: skip
+    group.add_argument("--without-storage", action="store_true", help="only the host tier")
     group.add_argument(
-        "--without-storage", action="store_true", help="leave storage out; the host alone"
+        "--prompt-len", type=int, default=2000, metavar="TOKENS", help="for the part `hits`"
     )
-    group.add_argument(
-        "--prompt-len", type=int, default=2000, metavar="TOKENS", help="of the part `hits`"
-    )
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument(
         "--miss-requests", type=int, default=16, metavar="N",
-        help="of the load in which no prompt comes twice",
+        help="requests of the part `misses`, in which no prompt repeats",
     )  # fmt: skip
     group.add_argument(
-        "--miss-prompt-len", type=int, default=256, metavar="TOKENS", help="of each of those"
+        "--miss-prompt-len", type=int, default=256, metavar="TOKENS", help="for each of those"
     )
-    group.add_argument("--miss-output-len", type=int, default=16, metavar="TOKENS", help="the same")
+    group.add_argument("--miss-output-len", type=int, default=16, metavar="TOKENS", help="likewise")
     group.add_argument(
-        "--decode-batch", type=int, default=64, metavar="N", help="of the part `beside`"
+        "--decode-batch", type=int, default=64, metavar="N", help="for the part `beside`"
     )
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     tiers.set_defaults(run=_run)

@@ -31,37 +31,37 @@ def add_traffic(kinds: Any) -> None:
     traffic = kinds.add_parser(
         "traffic",
         help="whole requests of mixed sizes through the engine, without HTTP",
-        description="Prints for each case the seconds until its last request has ended (least to "
-        "most), output tokens per second, and the time to the first token (p50, p99).",
+        description="Prints for each case the seconds until the last request ends (min to max), "
+        "output tokens per second, and the time to first token (p50, p99).",
     )
     add_engine_flags(traffic)
     group = traffic.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
         help="mixed-greedy (the default), mixed-sampled, shared-heads, long-prompts, adapters-8, "
-        "adapters-32, adapters-1000 and others, which a wrong name lists; may be repeated",
+        "adapters-32, adapters-1000 and others; a wrong name lists all; may be repeated",
     )  # fmt: skip
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default=None,
-        help="a public model's shape with random weights, in the place of MODEL",
+        help="a public model's shape with random weights, instead of MODEL",
     )  # fmt: skip
     add_layers(group)
-    group.add_argument("--requests", type=int, default=None, metavar="N", help="at most so many")
+    group.add_argument("--requests", type=int, default=None, metavar="N", help="maximum number")
     group.add_argument(
-        "--lengths", type=float, default=1.0, metavar="FACTOR", help="all lengths times this"
+        "--lengths", type=float, default=1.0, metavar="FACTOR", help="multiply all lengths"
     )
     group.add_argument(
-        "--with-base", action="store_true", help="also the same requests without their adapters"
+        "--with-base", action="store_true", help="also run the requests without adapters"
     )
     group.add_argument(
         "--load", type=float, default=None, metavar="SHARE",
-        help="also with random arrivals at this share of the rate kept up with; 0.7 is 70%%",
+        help="also with random arrivals at this share of the sustained rate; 0.7 is 70%%",
     )  # fmt: skip
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument("--warm-ups", type=int, default=2, metavar="N", help="runs before those")
     group.add_argument(
         "--profile", action="store_true",
-        help="also where the time goes, by kinds of steps and, on a GPU, by kernels",
+        help="also print time by kind of step and, on a GPU, by kernel",
     )  # fmt: skip
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     traffic.set_defaults(run=_traffic)
@@ -107,17 +107,17 @@ def _check_share(name: str, value: float) -> None:
 def add_serve(kinds: Any) -> None:
     serve = kinds.add_parser(
         "serve", help="HTTP load on this or any other OpenAI server",
-        description="Sends conversations, each of one or more requests that stream, and prints for "
-        "every kind of arrivals: output tokens per second, time to the first token and between "
-        "tokens (p50, p99), and how many requests a second kept the promise of --good-first-ms "
-        "and --good-between-ms. Without arrivals it keeps 64 conversations going.",
+        description="Sends conversations of one or more streaming requests. Prints for each "
+        "arrival pattern: output tokens per second, time to first token and between tokens (p50, "
+        "p99), and requests per second that met --good-first-ms and --good-between-ms. Default: "
+        "64 concurrent conversations.",
     )  # fmt: skip
     group = serve.add_argument_group("server")
     group.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the server, with /v1 or without [%(default)s]",
+        help="address of the server, with or without /v1 [%(default)s]",
     )
     group.add_argument("--api-key", default=None, metavar="KEY", help="sent as a bearer token")
     group.add_argument(
@@ -130,101 +130,101 @@ def add_serve(kinds: Any) -> None:
     group.add_argument("--requests", type=int, default=None, metavar="N", help="64, or the case's")
     group.add_argument(
         "--case", default=None, metavar="NAME",
-        help="the requests of one of bench traffic's cases without adapters, as tokens; the server "
-        "must know cache_salt",
+        help="requests of a `bench traffic` case without adapters, as tokens; the server must "
+        "support cache_salt",
     )  # fmt: skip
     group.add_argument(
-        "--vocab-size", type=int, default=None, metavar="N", help="with --case: the model's"
+        "--vocab-size", type=int, default=None, metavar="N", help="with --case: that of the model"
     )
     group.add_argument(
         "--lengths", type=float, default=1.0, metavar="FACTOR",
-        help="with --case: all lengths times this",
+        help="with --case: multiply all lengths",
     )  # fmt: skip
     group.add_argument(
         "--prompt-words",
         type=range_of_ints,
         default=(64, 256),
         metavar="LOW-HIGH",
-        help="of each request, drawn evenly [64-256]",
+        help="words per request, uniformly random [64-256]",
     )
     group.add_argument(
         "--output-len",
         type=range_of_ints,
         default=(32, 128),
         metavar="LOW-HIGH",
-        help="tokens that are asked for, drawn evenly [32-128]",
+        help="requested tokens, uniformly random [32-128]",
     )
     group.add_argument(
         "--turns",
         type=int,
         default=1,
         metavar="N",
-        help="requests of each conversation, each with all that was said before [1]",
+        help="requests per conversation, each with the conversation so far [1]",
     )
     group.add_argument(
         "--shared-heads",
         type=int,
         default=0,
         metavar="N",
-        help="different beginnings that conversations share, in turn, with --head-words [1]",
+        help="distinct prefixes that conversations share in rotation, with --head-words [1]",
     )
     group.add_argument(
-        "--head-words", type=int, default=0, metavar="WORDS", help="how long those are; 0: none"
+        "--head-words", type=int, default=0, metavar="WORDS", help="length of those; 0: none"
     )
     group.add_argument(
         "--ask-for", default="", metavar="NAMES",
-        help="models or adapters by name, separated by commas; the server's first by default",
+        help="models or adapters by name, separated by commas; default: the server's first",
     )  # fmt: skip
     group.add_argument(
-        "--zipf", type=float, default=0.0, metavar="EXPONENT", help="how uneven names are; 0: even"
+        "--zipf", type=float, default=0.0, metavar="EXPONENT", help="skew of names; 0: uniform"
     )
     group.add_argument("--sampled", action="store_true", help="temperature 0.7, top_p 0.8")
     group.add_argument(
         "--stop-at-end", action="store_true",
-        help="don't send ignore_eos, which not every server knows",
+        help="do not send ignore_eos, which some servers do not support",
     )  # fmt: skip
     group.add_argument(
         "--rates",
         type=floats,
         default=(),
         metavar="LIST",
-        help="conversations per second that come at random; a case for each",
+        help="random arrivals in conversations per second; one case for each",
     )
     group.add_argument(
         "--burst",
         type=int,
         default=1,
         metavar="N",
-        help="with --rates: conversations that come together [1]",
+        help="with --rates: conversations that arrive together [1]",
     )
     group.add_argument(
         "--streams", type=ints, default=(), metavar="LIST",
-        help="saturation: so many conversations at any time; 64 where no rate is given either",
+        help="saturation: this many concurrent conversations; 64 if no rate is given either",
     )  # fmt: skip
     group.add_argument(
         "--loads", type=floats, default=(), metavar="LIST",
-        help="then at these shares of the highest rate that was kept up with; 0.3 is 30%%",
+        help="then at these shares of the highest sustained rate; 0.3 is 30%%",
     )  # fmt: skip
     group.add_argument(
         "--good-first-ms",
         type=float,
         default=1000.0,
         metavar="MS",
-        help="a kept promise: the first token by then [%(default)s]",
+        help="goal: milliseconds to the first token [%(default)s]",
     )
     group.add_argument(
         "--good-between-ms",
         type=float,
         default=100.0,
         metavar="MS",
-        help="and so long between tokens on average [%(default)s]",
+        help="goal: average milliseconds between tokens [%(default)s]",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of words, lengths and arrivals [0]"
+        "--seed", type=int, default=0, metavar="N", help="seed of words, lengths, arrivals [0]"
     )
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    group.add_argument("--plot", metavar="FILE.html", help="draw it as a page")
+    group.add_argument("--plot", metavar="FILE.html", help="plot as an HTML page")
     serve.set_defaults(run=_serve)
 
 

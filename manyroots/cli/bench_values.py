@@ -27,7 +27,7 @@ def add_layers(group: Any) -> None:
     """Beside --model-config."""
     group.add_argument(
         "--layers", type=int, default=None, metavar="N",
-        help="only its first ones: to compile what a GPU runs, or to try a case",
+        help="only the first N layers: to compile kernels, or to try a case",
     )  # fmt: skip
 
 

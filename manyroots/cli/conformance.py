@@ -20,61 +20,65 @@ if TYPE_CHECKING:
 def add_conformance_command(commands: Any) -> None:
     parser = commands.add_parser(
         "conformance",
-        help="does one adapter, revision, salt or key of a server see another's prompts?",
-        description="Sends prompts to a server and judges by outputs, cached_tokens and times "
-        "whether any party notices another's. Exit code 0: kept apart; 1: a leak; 2: not judged.",
+        help="check a server for leaks between adapters, revisions, salts and keys",
+        description="Sends prompts to a server. Judges by outputs, cached_tokens and times whether "
+        "one party can notice another's. Exit code 0: kept apart; 1: a leak; 2: not judged.",
     )
-    parser.add_argument("url", metavar="URL", help="of any OpenAI-compatible server")
+    parser.add_argument("url", metavar="URL", help="address of any OpenAI-compatible server")
     server = parser.add_argument_group("the server")
     server.add_argument(
         "--api-key", action="append", default=[], metavar="KEY",
-        help="bearer token; give two of two tenants to compare them",
+        help="bearer token; give the keys of two tenants to compare them",
     )  # fmt: skip
-    server.add_argument("--admin-key", metavar="KEY", help="for loading adapters [the API key]")
+    server.add_argument("--admin-key", metavar="KEY", help="key to load adapters [the API key]")
     server.add_argument(
         "--adapter", action="append", default=[], metavar="NAME[=JSON]",
-        help="an adapter to ask for; with JSON, fields of the body that choose it "
+        help="an adapter to use; with JSON, the body fields that choose it "
         "[those that /v1/models lists]",
     )  # fmt: skip
     server.add_argument(
         "--folders", nargs=2, default=(), metavar="DIR",
-        help="two adapters of other content that the server can load: judges reloads and names",
+        help="two different adapters that the server can load: judges reloads and names",
     )  # fmt: skip
     server.add_argument(
         "--scratch", metavar="DIR",
-        help="a folder of both this program and the server: judges files that change in place",
+        help="a folder that this program and the server share: judges files changed in place",
     )  # fmt: skip
     server.add_argument(
-        "--salts", choices=("yes", "no"), help="it knows cache_salt [as its /openapi.json says]"
+        "--salts", choices=("yes", "no"), help="it supports cache_salt [from its /openapi.json]"
     )
     server.add_argument(
-        "--restart", metavar="COMMAND", help="restarts it, and returns: judges what outlives it"
+        "--restart", metavar="COMMAND", help="restarts it and returns: judges what remains"
     )
     server.add_argument(
-        "--kv-events", metavar="tcp://HOST:PORT", help="where it publishes KV events"
+        "--kv-events", metavar="tcp://HOST:PORT", help="address where it publishes KV events"
     )
     run = parser.add_argument_group("the run")
     run.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="[256]")
     run.add_argument(
         "--timed-tokens", type=int, default=2048, metavar="N",
-        help="of prompts that are timed [2048, or what fits]",
+        help="length of timed prompts [2048, or what fits]",
     )  # fmt: skip
     run.add_argument(
-        "--rounds", type=int, default=12, metavar="N", help="of timed requests, at most three times"
+        "--rounds",
+        type=int,
+        default=12,
+        metavar="N",
+        help="of timed requests, at most tripled [12]",
     )
     run.add_argument(
         "--flood-tokens", type=int, default=0, metavar="N",
-        help="more than its device holds: judges the tiers below",
+        help="send this many tokens, more than its device holds: judges the lower tiers",
     )  # fmt: skip
     run.add_argument(
         "--settle-s", type=float, default=1.0, metavar="S",
-        help="time for pages to reach the tiers below [1]",
+        help="seconds for pages to reach the lower tiers [1]",
     )  # fmt: skip
     run.add_argument(
-        "--only", nargs="+", metavar="CHECK", help="some checks; a wrong one lists all"
+        "--only", nargs="+", metavar="CHECK", help="run only these checks; a wrong name lists all"
     )
-    run.add_argument("--seed", type=int, help="of the prompts [another each time]")
-    run.add_argument("--json", metavar="FILE", help="write the report there")
+    run.add_argument("--seed", type=int, help="seed of the prompts [random]")
+    run.add_argument("--json", metavar="FILE", help="write the report here")
     parser.set_defaults(run=_conformance)
 
 

@@ -78,9 +78,9 @@ class _Extend(argparse.Action):
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", nargs="?", default=argparse.SUPPRESS,
-        help="Folder, .gguf file, hub id or gemma3-270m; SmolLM2-135M-Instruct if left out.",
+        help="Folder, .gguf file, hub id or gemma3-270m; default: SmolLM2-135M-Instruct.",
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE.yaml", help="Flags from a file, by name.")
+    parser.add_argument("--config", metavar="FILE.yaml", help="Read flags from this file, by name.")
     for room, cls in ENGINE_ROOMS.items():
         add_settings(parser, cls, room)
 

@@ -80,7 +80,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     _add_engine_flags_without_positional(generate)
     generate.set_defaults(run=_generate)
 
-    chat = commands.add_parser("chat", help="talk to the model in this terminal")
+    chat = commands.add_parser("chat", help="chat with the model in this terminal")
     add_engine_flags(chat)
     _add_sampling_flags(chat)
     _add_lora_flag(chat)
@@ -96,7 +96,7 @@ def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
 
 def _add_engine_flags_without_positional(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=argparse.SUPPRESS, help="folder, .gguf file or hub id")
-    parser.add_argument("--config", metavar="FILE.yaml", help="Flags from a file, by name.")
+    parser.add_argument("--config", metavar="FILE.yaml", help="Read flags from this file, by name.")
     for room, cls in ENGINE_ROOMS.items():
         add_settings(parser, cls, room)
 
@@ -112,7 +112,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_lora_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--lora", metavar="NAME=FOLDER", help="adapter to answer with; implies --enable-lora"
+        "--lora", metavar="NAME=FOLDER", help="adapter to use; implies --enable-lora"
     )
 
 

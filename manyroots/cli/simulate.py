@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 def add_simulate_command(commands: Any) -> None:
     simulate = commands.add_parser(
-        "simulate", help="replay a trace on a modelled machine, to size a deployment"
+        "simulate", help="replay a trace on a simulated machine, to size a deployment"
     )
     simulate.add_argument(
         "trace", metavar="TRACE", nargs="+",
-        help="JSONL file, ours or Mooncake's, or a made trace: chat, rollouts, agents, scans, "
-        "documents or reasoning. Several with --hit-rates only",
+        help="JSONL file in our format or Mooncake's, or a generated trace: chat, rollouts, "
+        "agents, scans, documents or reasoning. Several only with --hit-rates",
     )  # fmt: skip
     engine = simulate.add_argument_group("engine")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
     engine.add_argument(
-        "--num-pages", type=int, metavar="N", help="what the preset's memory holds by default"
+        "--num-pages", type=int, metavar="N", help="default: what fits into the preset's memory"
     )
     engine.add_argument(
         "--window", action="append", default=[], metavar="SIZE:SHARE",
-        help="layers that see a window only, as 512:5/6 for five of six; --num-pages is then "
-        "memory for so many pages of all layers, split as the engine splits it",
+        help="sliding-window layers, as 512:5/6 for five layers of six; --num-pages is then "
+        "the memory of this many pages of all layers, split as in the engine",
     )  # fmt: skip
     engine.add_argument(
         "--max-model-len", type=int, metavar="N", help="with --window: the longest request"
@@ -46,16 +46,16 @@ def add_simulate_command(commands: Any) -> None:
     )
     engine.add_argument(
         "--eviction", default="forks", metavar="HOW",
-        help="forks (shared prefixes last, within a share that is learned), or lru to compare",
+        help="forks (shared prefixes last, within a learned share), or lru for comparison",
     )  # fmt: skip
     engine.add_argument(
         "--write-back", default="through", metavar="WHEN",
-        help="pages go to the host: through (at once), reused (found again), eviction",
+        help="when pages go to the host: through (at once), reused (at first reuse), eviction",
     )  # fmt: skip
-    engine.add_argument("--storage", action="store_true", help="and on to storage, and back")
+    engine.add_argument("--storage", action="store_true", help="add a storage tier below the host")
     engine.add_argument(
         "--prefetch", default="wait", metavar="HOW",
-        help="whether a request waits for storage: best-effort (no), wait, timeout",
+        help="whether a request waits for storage: best-effort (no), wait or timeout",
     )  # fmt: skip
     engine.add_argument("--prefetch-timeout-steps", type=int, default=32, metavar="N")
     engine.add_argument("--max-loras", type=int, default=0, metavar="N", help="0: no limit")
@@ -64,17 +64,17 @@ def add_simulate_command(commands: Any) -> None:
     machine = simulate.add_argument_group("machine")
     machine.add_argument("--preset", default="h200-qwen3-8b", metavar="NAME")
     machine.add_argument(
-        "--cost", action="append", default=[], metavar="NAME=VALUE", help="replace one number of it"
+        "--cost", action="append", default=[], metavar="NAME=VALUE", help="override one cost of it"
     )
 
     traffic = simulate.add_argument_group("traffic")
     traffic.add_argument("--seed", type=int, default=0, metavar="N")
     traffic.add_argument("--num-requests", type=int, metavar="N", help="lines of the trace to use")
     traffic.add_argument(
-        "--every", type=int, default=1, metavar="N", help="one line of N: thins the traffic"
+        "--every", type=int, default=1, metavar="N", help="use one of every N lines"
     )
     traffic.add_argument(
-        "--speedup", type=float, default=1.0, metavar="X", help="arrivals X times as fast"
+        "--speedup", type=float, default=1.0, metavar="X", help="make arrivals X times as fast"
     )
     traffic.add_argument("--fail-steps", type=float, default=0.0, metavar="CHANCE")
     traffic.add_argument("--fail-transfers", type=float, default=0.0, metavar="CHANCE")
@@ -87,24 +87,24 @@ def add_simulate_command(commands: Any) -> None:
     )
     output.add_argument(
         "--hit-rates", metavar="POOL,...",
-        help="no time, hit rates alone: each way of evicting beside the best offline policy and "
-        "an endless cache, in pools of pages (2000), bytes (100GB) or a share of the trace (5%%)",
+        help="only hit rates, without time: each eviction policy, the best offline policy and an "
+        "infinite cache, for pools in pages (2000), bytes (100GB) or a share of the trace (5%%)",
     )  # fmt: skip
     output.add_argument(
         "--states", metavar="POOL,...",
-        help="as --hit-rates, of a model with recurrent layers: room for so many states (512), or "
-        "a share of those that an endless cache keeps (50%%), and for every page",
+        help="as --hit-rates, for a model with recurrent layers: room for all pages and this many "
+        "states (512), or a share of those that an infinite cache keeps (50%%)",
     )  # fmt: skip
     output.add_argument(
         "--checkpoint-interval-tokens", type=int, default=2048, metavar="N",
-        help="with --states: a checkpoint at least every so many tokens of a prompt",
+        help="with --states: a checkpoint at least every N prompt tokens",
     )  # fmt: skip
     output.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     output.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
-        help="compare settings; several give every combination",
+        help="compare settings; repeat it to try every combination",
     )  # fmt: skip
-    output.add_argument("--plot", metavar="FILE", help="of a sweep: .html, or .png with matplotlib")
+    output.add_argument("--plot", metavar="FILE", help="plot a sweep: .html, or .png (matplotlib)")
     simulate.set_defaults(run=_run)
 
 

@@ -23,6 +23,7 @@ from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder,
 from manyroots.lora.files.header import read_header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.process.progress import Display, told_to, track
+from manyroots.store.sources.address import is_address, looks_like_hub_id
 
 logger = logging.getLogger("manyroots")
 
@@ -138,6 +139,9 @@ def _check_adapters(settings: LoraSettings, needed: str | None) -> None:
 
 
 def _check_adapter(path: str, max_rank: int) -> None:
+    is_folder = Path(path).expanduser().is_dir()
+    if is_address(path) or (looks_like_hub_id(path) and not is_folder):
+        return  # its files are checked when they are fetched
     folder = check_folder(path, None)
     with AdapterFile(find_file(folder, CONFIG_FILE, None)) as file:
         config = read_config(file)

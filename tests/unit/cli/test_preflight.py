@@ -98,3 +98,13 @@ def test_a_broken_adapter_among_others_is_a_warning(
     assert "a=" in caplog.text
     with pytest.raises(ConfigError, match="can't be used"):
         preflight.check_start(engine_settings(given), needed="a")
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/sql", "hf://owner/sql", "owner-of-hub/sql"])
+def test_a04_an_adapter_from_elsewhere_is_not_looked_for_on_disk(
+    files: Path, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    """A04: its files are checked when they are fetched."""
+    given = {"model": str(files / "model"), "enable_lora": True, "lora_modules": [f"a={path}"]}
+    preflight.check_start(engine_settings(given), needed="a")
+    assert "a=" not in caplog.text

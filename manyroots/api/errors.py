@@ -147,7 +147,8 @@ def _hint(request: Request) -> str:
     if (flags := app.state.switched_off.get(path)) is not None:
         return f"; start the server with {flags}."
     meant = _meant(path, [getattr(route, "path", "") for route in app.routes])
-    if meant and path not in _INSTEAD:
+    is_elsewhere = path in _INSTEAD and not path.endswith("/")  # a whole route of other servers
+    if meant and not is_elsewhere:
         return f"; did you mean {meant}?"
     instead = next((said for start, said in _INSTEAD.items() if path.startswith(start)), None)
     return f"; {instead}." if instead else "; /docs lists what there is."

@@ -147,7 +147,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 2**63}, "max_tokens"),
-    ({"max_tokens": CONTEXT}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "warm"}, "temperature"),
     ({"top_p": 0}, "top_p"),

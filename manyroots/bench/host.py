@@ -181,7 +181,7 @@ def watch(engine: FreeEngine, times: PartTimes) -> None:
     )  # fmt: skip
     times.watch(loop, ["handle"], "submit")
     times.watch(scheduler, ["schedule"], "plan")
-    times.watch(admission, ["take_turns", "prepare_adapters"], "turns")
+    times.watch(admission, ["choose_adapters", "prepare_adapters"], "adapters")
     times.watch(admission, ["admit"], "admit")
     times.watch(runner, ["execute"], "launch")
     for part in (batch, runner._pending, state, sharing):

@@ -63,12 +63,14 @@ class Ranking(Generic[T]):
         if known is None or rank < known[0]:
             heapq.heappush(self._heap, self._entry(rank, thing))
             self._num_few = 0
-            self._tidy()
+            if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
+                self._tidy()
 
     def forget(self, thing: T) -> None:
         """A thing has no rank any more."""
         self._entries.pop(thing, None)
-        self._tidy()
+        if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
+            self._tidy()
 
     def first(self) -> T | None:
         if len(self._entries) == 1:
@@ -76,6 +78,18 @@ class Ranking(Generic[T]):
             if only.rank is not None:
                 return only  # and its entry need not be true
         return self._top()
+
+    def first_rank(self) -> Rank | None:
+        """The rank of the first, which is computed once: every arrival asks for it."""
+        if not self._heap:
+            return None
+        entry = self._heap[0]
+        rank, _, thing = entry
+        if self._entries.get(thing) is entry:
+            now = thing.rank
+            if now == rank or (now is not None and len(self._entries) == 1):
+                return now  # of an only thing, the entry need not be true
+        return None if self._top() is None else self._heap[0][0]
 
     def _top(self) -> T | None:
         """The first; its entry, which is true, is the heap's top."""
@@ -120,6 +134,6 @@ class Ranking(Generic[T]):
         return entry
 
     def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+        """Throw away entries that are out of date."""
+        self._heap = list(self._entries.values())
+        heapq.heapify(self._heap)

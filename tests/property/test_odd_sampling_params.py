@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_input_processor import info
 
 from manyroots import LLM, SamplingParams
 from manyroots.distributed import wire as ranks
@@ -32,6 +31,7 @@ from manyroots.runner import choices
 from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
+from tests.unit.engine.test_input_processor import info
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 

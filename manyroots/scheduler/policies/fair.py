@@ -63,8 +63,7 @@ class FairPolicy(FcfsPolicy):
         account = self.accounts.get(request.group)
         if account is not None and (request in account.taken or account.line.rank is not None):
             return
-        lane = order.first()
-        first = None if lane is None else lane.rank
+        first = order.first_rank()
         self.virtual_time = max(self.virtual_time, self._highest if first is None else first[0])
         if account is None:
             self.accounts[request.group] = Account(self.virtual_time)
@@ -106,8 +105,7 @@ class FairLane(Lane):
 
     @property
     def rank(self) -> QueueKey | None:
-        first = self._tenants.first()
-        return None if first is None else first.rank
+        return self._tenants.first_rank()
 
     def __len__(self) -> int:
         return sum(len(account.line) for account in self._tenants)

@@ -31,7 +31,7 @@ def test_every_kind_of_step_is_told_part_by_part(
         "plan", "launch", "inputs", "arrays", "sharing", "sampling", "packet", "tokens",
         "results", "advance", "publish", "stats", "page tables", "loads", "arrivals",
     }  # fmt: skip
-    assert any("turns" in figures["parts_us"] for figures in steps.values())
+    assert any("adapters" in figures["parts_us"] for figures in steps.values())
     shown = capsys.readouterr().out
     assert "decode, up to 64 rows, " in shown
     assert "packet " in shown

@@ -39,7 +39,7 @@ def test_r07_an_engine_that_failed_stays_until_its_last_message_is_heard(tmp_pat
     wire = Wire(
         (MessageKind.SETTINGS, nowhere), (MessageKind.ABORT, late), (MessageKind.CLOSE, None)
     )
-    assert _serve(cast(Socket, wire), 0.0) == 1
+    assert _serve(cast(Socket, wire), 0.0, 0.0) == 1
     assert not wire.left
     kind, reason = wire.sent[-1]
     assert kind is MessageKind.FAILED

@@ -87,7 +87,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": [4]}, "rank_pattern is"),
     ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is not a regular"),
     ({"rank_pattern": {"a{99999999999}": 4}}, "not a regular expression"),
-    ({"rank_pattern": {"(?=q)": 4}}, "look-around"),
+    ({"rank_pattern": {"(?=q)": 4}}, "RE2 does not take"),
     ({"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', which matches no module"),
     ({"alpha_pattern": {"q_proj": 4, "proj": 4}}, "alpha_pattern has 'proj', which matches no"),
     ({"alpha_pattern": {"(a+)+b": 4}}, r"alpha_pattern has '\(a\+\)\+b', which matches no module"),

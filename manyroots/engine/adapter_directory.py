@@ -117,7 +117,8 @@ class AdapterDirectory:
         """Where requests go whose adapter the scheduler knows."""
         self._lora_dirs = settings.lora_dirs
         self._is_restricted = bool(settings.lora_dirs or settings.lora_source)
-        """Else a caller is whoever runs this process: a server's endpoints need one of them."""
+        """If false, any folder may be read: only a process's own code asks then, since endpoints
+        need one of the two."""
         self._sources = files.sources or AdapterSources(settings)
         self._found: OrderedDict[AdapterName, None] = OrderedDict()
         """Names found below --lora-source, those used last at the end."""
@@ -306,7 +307,7 @@ class AdapterDirectory:
         self._handle(replace(submit, adapter=name))
 
     def _forget_combinations(self, digest: AdapterDigest) -> None:
-        """Sums with a content that nobody may ask for any more."""
+        """Drop sums with a content that no request may use any more."""
         for name in list(self._found):
             entry = self._entries[name]
             is_part = any(part.digest == digest for part in entry.combines or ())

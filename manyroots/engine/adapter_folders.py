@@ -1,7 +1,7 @@
 """Where adapters' files may be, checked at start: what could never be loaded is refused.
 
-Looks at folders and the shape of addresses, never into files or over the network: reading is for
-whoever loads them.
+Looks at folders and the shape of addresses, never into files or over the network: the
+loader reads them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class NoNorm:
     """In the place of an `RMSNorm` whose layer reads the residual stream as it is."""
 
     def __init__(self, context: LayerContext) -> None:
-        # The kernel that adds also normalises; nobody reads that here.
+        # The kernel that adds also normalises; the normalised values are not used here.
         self._unread = torch.ones(context.hidden_size, dtype=context.dtype, device=context.device)
         self._eps, self._kernels = context.eps, context.kernels
 

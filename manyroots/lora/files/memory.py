@@ -1,7 +1,7 @@
 """An adapter's two files in memory: what a program hands over without writing it to a disk.
 
 Reads as open files do, so that everything that is checked of files is checked of these. Never
-changes: whoever hands an adapter over must leave its memory alone until it is read.
+changes: the caller must not write to an adapter's memory until it is read.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ serve: $(VENV)/.installed
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c '' || { echo "$(VENV) has no Python that runs; make clean, and again"; exit 1; }
-	$(BIN)/python -m tests.machine
+	$(BIN)/python -m tests.helpers.machine
 	$(MAKE) --jobs=2 check
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/architecture $(ARGS)
 

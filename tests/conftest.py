@@ -20,7 +20,7 @@ from typing import Any
 import certifi
 import pytest
 
-from tests.seeded import Draw
+from tests.helpers.seeded import Draw
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

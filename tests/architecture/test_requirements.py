@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reaches import Sources
+from tests.helpers.reaches import Sources
 
 TESTS = Path(__file__).parents[1]
 DOC = TESTS.parent / "docs" / "requirements.md"

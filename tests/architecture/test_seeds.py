@@ -29,7 +29,7 @@ def problems(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
             if "hypothesis" in {str(name).partition(".")[0] for name in names}:
-                yield f"line {node.lineno}: hypothesis draws what it likes; use tests.seeded"
+                yield f"line {node.lineno}: hypothesis draws as it likes; use tests.helpers.seeded"
     for scope in ast.walk(tree):
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
             yield from unseeded(list(calls_of(scope)))
@@ -70,7 +70,7 @@ def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
 
 
 SHORT_S = 100
-"""Less is for what must not happen, more is patience (`tests.patience`)."""
+"""Less is for what must not happen, more is patience (`tests.helpers.patience`)."""
 AT_ONCE = "AT_ONCE_S"
 """What is shorter than a timeout of the product's own that would hide a fault; each says which."""
 WAITS = {"wait", "wait_for", "join", "result", "timeout", "communicate"}
@@ -121,7 +121,7 @@ def held_against_the_clock(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_r06_what_must_happen_is_waited_for_patiently(path: Path) -> None:
-    """R06: with `tests.patience`, or as long; and no clock on the wall decides."""
+    """R06: with `tests.helpers.patience`, or as long; and no clock on the wall decides."""
     tree = tree_of(path)
     assert [*short_waits(tree), *held_against_the_clock(tree)] == []
 
@@ -156,7 +156,7 @@ def measured_tiers(tree: ast.Module) -> bool:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_r06_whether_a_tier_is_used_is_not_measured(path: Path) -> None:
-    """R06: with `tests.quick_tiers`. Checks on a GPU are no part of `make test`."""
+    """R06: with `tests.helpers.quick_tiers`. Checks on a GPU are no part of `make test`."""
     name = path.relative_to(TESTS).as_posix()
     is_measured = measured_tiers(tree_of(path))
     assert is_measured == (name in MEASURED) or name.startswith("gpu/")
@@ -172,7 +172,7 @@ def test_the_check_sees_measured_tiers() -> None:
 
 PROBED = {
     "unit/store/tiers.py": "tries again with another one",
-    "machine.py": "uses none",
+    "helpers/machine.py": "uses none",
     "clients/scripts/use_open_webui.py": "its log tells no port, and it is run by hand",
 }
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
-from tests.patience import PATIENCE_S
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_adapters import TinyAdapters
 
 ADMIN = {"authorization": "Bearer the-admin"}
 MODEL = "tiny"

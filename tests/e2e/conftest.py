@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.patience import PATIENCE_S, cpu_seconds
+from tests.helpers.patience import PATIENCE_S, cpu_seconds
 
 API_KEY = "e2e-key"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.adapter_server import ADMIN, AdapterServer, cached, completion, serving, tokens
 from tests.e2e.conftest import HEADERS
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
 TAR = {"content-type": "application/x-tar"}

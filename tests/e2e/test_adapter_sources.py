@@ -14,9 +14,9 @@ import pytest
 
 from tests.e2e.adapter_server import AdapterServer, serving, tokens
 from tests.e2e.conftest import HEADERS
-from tests.patience import PATIENCE_S
-from tests.s3_server import BUCKET, FaultyS3, faulty_s3
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.s3_server import BUCKET, FaultyS3, faulty_s3
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
 PREFIX = f"s3://{BUCKET}/public"

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.adapter_folders import WEIGHTS, rewrite_config, rewrite_header, rewrite_weights
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
-from tests.patience import PATIENCE_S
-from tests.slow_steps import slow_steps
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.adapter_folders import WEIGHTS, rewrite_config, rewrite_header, rewrite_weights
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 ADMIN = {"authorization": "Bearer the-admin"}
 COUNT = 12

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import HEADERS, Server
-from tests.patience import PATIENCE_S
-from tests.tiny_server import MODEL, tiny_server
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_server import MODEL, tiny_server
 
 CAPTURED = Path(__file__).parents[1] / "clients" / "captured"
 AGENTS = ("aider", "claude_code", "codex", "open_webui", "qwen_code")

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import CONTEXT, HEADERS, Server
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 T = TypeVar("T")
 

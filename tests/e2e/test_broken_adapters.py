@@ -23,7 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.adapter_folders import (
+from tests.e2e.adapter_server import MAX_RANK, MODEL, AdapterServer, completion, serving
+from tests.helpers.adapter_folders import (
     CONFIG,
     WEIGHTS,
     Recipe,
@@ -33,8 +34,7 @@ from tests.adapter_folders import (
     tiny_targets,
     write_adapter,
 )
-from tests.e2e.adapter_server import MAX_RANK, MODEL, AdapterServer, completion, serving
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 COUNT = 24
 NUM_STREAMS = 32

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.debian import command_of
 from tests.e2e.conftest import API_KEY, SETTINGS, Server, running
-from tests.patience import PATIENCE_S
+from tests.helpers.debian import command_of
+from tests.helpers.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 

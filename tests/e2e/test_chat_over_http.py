@@ -13,8 +13,8 @@ import pytest
 
 from manyroots.cli.main import main
 from tests.e2e.conftest import HEADERS, Server
-from tests.patience import PATIENCE_S
-from tests.tiny_server import MODEL, tiny_server
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_server import MODEL, tiny_server
 
 ASKED = [{"role": "user", "content": "hello there"}]
 

@@ -12,10 +12,10 @@ import pytest
 
 from manyroots.cli.main import main
 from manyroots.conformance.kit import CHECKS, ConformanceSettings, run_kit
-from tests.adapter_folders import write_adapter
 from tests.e2e.conftest import API_KEY, Server
-from tests.planted_leaks import LEAKS, Leaks
-from tests.tiny_adapters import RECIPES
+from tests.helpers.adapter_folders import write_adapter
+from tests.helpers.planted_leaks import LEAKS, Leaks
+from tests.helpers.tiny_adapters import RECIPES
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import HEADERS, Server
-from tests.patience import PATIENCE_S
-from tests.tiny_server import MODEL, tiny_server
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_server import MODEL, tiny_server
 from tests.unit.grammar.test_trial import LINKS, references, rules
 
 

@@ -11,7 +11,7 @@ import pytest
 from manyroots.models.packaged import packaged_model_path
 from tests.e2e.conftest import HEADERS, SETTINGS, Server, running
 from tests.e2e.gemma import ACROSS, BEYOND, NAME, WINDOW, judge, reference
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 NUM_NEW_TOKENS = 12
 SLICE = [

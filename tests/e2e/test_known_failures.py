@@ -1,7 +1,7 @@
 """What has gone wrong with adapters in other engines, one test each.
 
 The whole engine in one process (directory, scheduler, cache, loader, runner, real files) around a
-tiny model; every step is audited, and every plan is checked by `tests/adapter_engine.py`.
+tiny model; every step is audited, and every plan is checked by `tests/helpers/adapter_engine.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from manyroots.cache.events import PagesRemoved, PagesStored
 from manyroots.ids import AdapterName
 from manyroots.messages import ErrorKind, FinishReason
 from manyroots.sampling import SamplingParams
-from tests.adapter_engine import MAX_LEN, PAGE_SIZE, AdapterEngine, TinyWorld
-from tests.adapter_folders import Recipe
+from tests.helpers.adapter_engine import MAX_LEN, PAGE_SIZE, AdapterEngine, TinyWorld
+from tests.helpers.adapter_folders import Recipe
 
 CONTENTS = {name: Recipe(rank=4, seed=seed) for seed, name in enumerate("abcd", start=1)}
 NAMES = {name: name for name in CONTENTS}

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.adapter_folders import Recipe
 from tests.e2e.adapter_server import (
     MODEL,
     PAGE_SIZE,
@@ -16,8 +15,9 @@ from tests.e2e.adapter_server import (
     serving,
     tokens,
 )
-from tests.slow_steps import slow_steps
-from tests.tiny_adapters import ATTENTION, TinyAdapters
+from tests.helpers.adapter_folders import Recipe
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
 
 COUNT = 8
 INVOCATION = [201, 202]

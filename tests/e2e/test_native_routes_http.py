@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import HEADERS, Server
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="module")

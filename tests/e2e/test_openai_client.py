@@ -25,7 +25,7 @@ from tests.e2e.conftest import (
     Server,
     running,
 )
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 STORY = "Once upon a time, in a small village by the sea, there lived an old fisherman who"
 USER = ChatCompletionUserMessageParam(role="user", content="Name three colours.")

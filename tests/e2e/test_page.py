@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chromium import Browser, Tab, chromium, find_chromium
 from tests.e2e.adapter_server import ADMIN, AdapterServer
 from tests.e2e.conftest import HEADERS, Server, running
 from tests.e2e.test_browser import Site
-from tests.page_server import (
+from tests.helpers.chromium import Browser, Tab, chromium, find_chromium
+from tests.helpers.page_server import (
     ATTACK,
     VIEWS,
     open_page,
@@ -32,8 +32,8 @@ from tests.page_server import (
     tiny_model,
     traffic,
 )
-from tests.patience import PATIENCE_S
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

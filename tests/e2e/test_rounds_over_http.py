@@ -1,10 +1,11 @@
-"""Clients in rounds over HTTP, in half of the memory: part of `python -m tests.served_rounds`."""
+"""Clients in rounds over HTTP, in half of the memory: part of `python -m
+tests.soaks.served_rounds`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.served_rounds import Plan, run
+from tests.soaks.served_rounds import Plan, run
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_backend
 

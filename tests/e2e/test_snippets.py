@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.conftest import Server, running
-from tests.patience import PATIENCE_S
-from tests.snippets import PAGES, ROOT, Snippet, snippets
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.snippets import PAGES, ROOT, Snippet, snippets
 
 RUN = [snippet for page in PAGES for snippet in snippets(page) if snippet.mark == "<!-- run -->"]
 ADDRESS = "http://127.0.0.1:8000"

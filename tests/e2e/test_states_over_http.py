@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
-from tests.patience import PATIENCE_S
-from tests.slow_steps import slow_steps
-from tests.tiny_server import write_model
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_server import write_model
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

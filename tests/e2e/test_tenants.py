@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.e2e.adapter_server import ADMIN, AdapterServer, cached, completion, serving
-from tests.patience import PATIENCE_S
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_adapters import TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
 KEYS: list[dict[str, Any]] = [

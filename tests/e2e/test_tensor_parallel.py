@@ -24,9 +24,9 @@ from manyroots.lora.targets import TargetKind
 from manyroots.messages import Output, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
-from tests.patience import PATIENCE_S
-from tests.slow_steps import slow_steps
+from tests.helpers.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

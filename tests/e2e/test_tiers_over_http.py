@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.adapter_server import PAGE_SIZE, cached, serving, tokens
-from tests.patience import PATIENCE_S
-from tests.quick_tiers import worth_loading_there
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.quick_tiers import worth_loading_there
+from tests.helpers.tiny_adapters import TinyAdapters
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ import pytest
 
 from manyroots.version import __version__
 from tests.e2e.conftest import running
-from tests.patience import PATIENCE_S
-from tests.tiny_server import write_model
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_server import write_model
 
 ROOT = Path(__file__).parents[2]
 FACTS = """

@@ -17,7 +17,7 @@ from manyroots.config import engine_settings
 from manyroots.kernels.mxfp4 import quantize
 from manyroots.kernels.scaled import quantize_rows, quantize_rows_int8
 from manyroots.models.source import resolve_source
-from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
+from tests.helpers.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
 from tests.unit.models.tiny import EXPERTS, save_tiny
 
 KINDS = (

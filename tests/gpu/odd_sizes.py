@@ -30,7 +30,7 @@ from manyroots.models.load import describe, load_model
 from manyroots.models.source import resolve_source
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_pool import AdapterPool
-from tests.adapter_folders import Recipe, write_adapter
+from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.tiny import save_tiny
 

@@ -28,7 +28,7 @@ from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, Write
 from manyroots.cache.prefetch import MOST_QUESTIONS, Share, Ticket
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
-from tests.cache_harness import (
+from tests.helpers.cache_harness import (
     ADAPTER_A,
     BASE,
     CacheHarness,

@@ -20,7 +20,7 @@ def detect_slice(file: str) -> None:
     number = [each.name for each in FILES].index(Path(file).name)
     text = os.environ.get("MANYROOTS_MUTATIONS", "")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.detector", "--jobs", "1", "--slice",
+        [sys.executable, "-m", "tests.helpers.detector", "--jobs", "1", "--slice",
          f"{number}/{len(FILES)}", text],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True,

@@ -11,8 +11,15 @@ import torch
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import parse_config
 from manyroots.store.adapter_files import read_adapter
-from tests.adapter_folders import CONFIG, WEIGHTS, Recipe, config_of, tiny_targets, write_adapter
-from tests.seeded import Draw, for_seeds
+from tests.helpers.adapter_folders import (
+    CONFIG,
+    WEIGHTS,
+    Recipe,
+    config_of,
+    tiny_targets,
+    write_adapter,
+)
+from tests.helpers.seeded import Draw, for_seeds
 
 TARGETS = tiny_targets(num_layers=1, num_experts=2)
 FIELDS = sorted({*config_of(Recipe(), TARGETS), "use_qalora", "alora_invocation_tokens", "what"})

@@ -19,8 +19,8 @@ import pytest
 
 from manyroots.messages import ErrorKind, FinishReason
 from manyroots.sampling import SamplingParams
-from tests.adapter_engine import AdapterEngine, TinyWorld
-from tests.adapter_folders import Recipe
+from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
+from tests.helpers.adapter_folders import Recipe
 
 NAMES = ("a", "b", "c", "d")
 INVOCATION = (7, 8)

@@ -17,7 +17,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler.slices import OVERDUE_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 class Crowd:

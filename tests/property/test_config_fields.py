@@ -1,4 +1,5 @@
-"""A thin slice of what `python -m tests.config_fields` and `tests.adapter_fields` go through."""
+"""A thin slice of what `python -m tests.soaks.config_fields` and `tests.soaks.adapter_fields` go
+through."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.adapter_fields import FILES, Bench, of_files, of_written
-from tests.config_fields import (
+from tests.soaks.adapter_fields import FILES, Bench, of_files, of_written
+from tests.soaks.config_fields import (
     EVERYWHERE,
     KINDS,
     NOT_OF_THE_MODEL,

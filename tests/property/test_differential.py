@@ -1,10 +1,11 @@
-"""What the cache gives is what was never cached: a slice of `python -m tests.differential`."""
+"""What the cache gives is what was never cached: a slice of `python -m
+tests.soaks.differential`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.differential import MIXES, RECURRENT_MIXES, run
+from tests.soaks.differential import MIXES, RECURRENT_MIXES, run
 
 NUM_TRACES = 6
 NUM_RECURRENT_TRACES = 3

@@ -15,7 +15,7 @@ from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 LONGEST = 40
 

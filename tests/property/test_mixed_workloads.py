@@ -1,10 +1,11 @@
-"""Everything at once, each request against itself alone: a slice of `tests.mixed_workloads`."""
+"""Everything at once, each request against itself alone: a slice of
+`tests.soaks.mixed_workloads`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.mixed_workloads import run_seed
+from tests.soaks.mixed_workloads import run_seed
 
 SEEDS, NUM_EVENTS, NUM_ANSWERS = (3026, 3037), 15, 20
 """Without storage: its answers take their time."""

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations import MUTATIONS, Mutation
-from tests.planted_tests import is_of
+from tests.helpers.mutations import MUTATIONS, Mutation
+from tests.helpers.planted_tests import is_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = os.environ.get("MANYROOTS_MUTATIONS", "")
@@ -55,7 +55,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
     for name in ("manyroots", "tests"):
         shutil.copytree(ROOT / name, folder / name)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.planted_tests", TEXT],
+        [sys.executable, "-m", "tests.helpers.planted_tests", TEXT],
         cwd=folder, env=environment(folder), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

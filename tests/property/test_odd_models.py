@@ -1,4 +1,4 @@
-"""A few of the models that `python -m tests.odd_models` makes by the hundred."""
+"""A few of the models that `python -m tests.soaks.odd_models` makes by the hundred."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.odd_models import KINDS, compare
+from tests.soaks.odd_models import KINDS, compare
 
 
 @pytest.mark.parametrize("kind", KINDS)

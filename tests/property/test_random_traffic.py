@@ -8,7 +8,7 @@ import pytest
 
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 @pytest.mark.parametrize("seed", range(100))

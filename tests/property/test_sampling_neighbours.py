@@ -17,7 +17,7 @@ from manyroots.kernels.sampling import reference, torch_ops
 from manyroots.kernels.sampling.likeliest import likeliest, order_keys
 from manyroots.kernels.sampling.rows import NO_FAULT
 from manyroots.runner.logprobs import score
-from tests.sampled_rows import Rows, assert_logprobs_close, outcomes, random_row
+from tests.helpers.sampled_rows import Rows, assert_logprobs_close, outcomes, random_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARIES = (7, 65, 300, 1031, 20_011)

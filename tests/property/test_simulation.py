@@ -1,6 +1,6 @@
 """Random faulty traffic through the simulator, audited after every step, and replayed exactly.
 
-`python -m tests.property.engine_soak` runs more of the same.
+`python -m tests.soaks.engine_soak` runs more of the same.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from manyroots.simulate.simulation import SimulationRun, simulate
-from tests.property.engine_soak import run_seed, soak
-from tests.random_case import random_case
+from tests.soaks.engine_soak import run_seed, soak
+from tests.soaks.random_case import random_case
 
 NUM_SEEDS = 100
 NUM_STEPS = 20_000

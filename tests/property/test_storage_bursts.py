@@ -19,8 +19,8 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler import fetches
 from manyroots.step import Copy
-from tests.cache_harness import recurrent, window
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.cache_harness import recurrent, window
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 LONGEST = 24 * PAGE

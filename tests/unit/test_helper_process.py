@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from manyroots.process.helper_process import HelperDiedError, HelperProcess
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 MODULE = "tests.unit.crashing_helper"
 

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.slow_steps import slow_steps
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.text.tiny_tokenizer import TEMPLATE
 
 SCRIPT = """

@@ -13,8 +13,8 @@ import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.scheduler.request import NEVER, invoked_at
-from tests.adapter_folders import Recipe
-from tests.tiny_adapters import ATTENTION, TinyAdapters
+from tests.helpers.adapter_folders import Recipe
+from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
 
 PAGE = 4
 INVOCATION = (7, 8)

@@ -11,8 +11,8 @@ import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.errors import NotFoundError, RequestError
-from tests.adapter_folders import rewrite_config
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.adapter_folders import rewrite_config
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 COUNT = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)

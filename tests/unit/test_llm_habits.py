@@ -17,7 +17,7 @@ from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.config import engine_settings
 from manyroots.errors import ConfigError, RequestError, UnavailableError
 from manyroots.flag_aliases import translate_settings
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]

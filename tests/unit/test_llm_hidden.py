@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 from manyroots import LLM, SamplingParams
 from manyroots.messages import StepOutputs
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 
 HIDDEN = SamplingParams(temperature=0, max_tokens=1, wants_hidden=True)
 PROMPTS = [[72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41], [72, 101, 32, 7, 101, 120, 55, 31, 50]]

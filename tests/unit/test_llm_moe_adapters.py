@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyroots import LLM, LoRARequest, SamplingParams
-from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.helpers.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.unit.models.merged import merged
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend

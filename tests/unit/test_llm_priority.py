@@ -10,7 +10,7 @@ import pytest
 from manyroots import LLM, SamplingParams
 from manyroots.errors import RequestError
 from manyroots.messages import StepOutputs
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[72, 101, 32, 7 + number, 101, 120, 55, 31, 9] for number in range(4)]

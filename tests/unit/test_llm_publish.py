@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.errors import RequestError
-from tests.tiny_adapters import RECIPES, TinyAdapters
+from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)

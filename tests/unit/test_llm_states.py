@@ -1,7 +1,7 @@
 """Models with recurrent layers, served: what the cache gives is exact, and what others lost hits.
 
-Through the real engine, with real bytes; `python -m tests.differential --mix convolutions` is the
-long form.
+Through the real engine, with real bytes; `python -m tests.soaks.differential --mix convolutions` is
+the long form.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import pytest
 from manyroots import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from manyroots.errors import RequestError
 from manyroots.sampling import ThinkingBudget
-from tests.adapter_folders import write_adapter
-from tests.schemas import schema
-from tests.seeded import Draw
+from tests.helpers.adapter_folders import write_adapter
+from tests.helpers.schemas import schema
+from tests.helpers.seeded import Draw
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

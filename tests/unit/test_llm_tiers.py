@@ -24,9 +24,9 @@ from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
-from tests.differential import PAGE
-from tests.quick_tiers import quick_tiers
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.quick_tiers import quick_tiers
+from tests.helpers.tiny_adapters import TinyAdapters
+from tests.soaks.differential import PAGE
 from tests.unit.models.tiny import save_tiny
 from tests.unit.test_llm_windows import serve
 from tests.unit.text.tiny_tokenizer import tiny_backend

@@ -17,7 +17,7 @@ from manyroots.errors import UnavailableError
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, Control, ControlKind, ControlReply, Submit
 from manyroots.models import load
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = list(range(3, 40))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manyroots import LLM, SamplingParams
-from tests.differential import MIXES, PAGE
+from tests.soaks.differential import MIXES, PAGE
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

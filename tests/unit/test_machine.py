@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from manyroots.errors import ModelError
-from tests import conftest, machine
+from tests import conftest
+from tests.helpers import machine
 
 
 def test_what_is_missing_is_told_with_its_remedy(

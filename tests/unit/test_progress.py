@@ -13,7 +13,7 @@ from manyroots import LLM
 from manyroots.cli.main import main
 from manyroots.process.progress import Display, Progress, stage, told_to, track
 from tests.e2e.conftest import running
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.text.tiny_tokenizer import TEMPLATE
 
 

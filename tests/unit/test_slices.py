@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.errors import ManyrootsError
-from tests.slices import (
+from tests.soaks.slices import (
     SEEDS_PER_SLICE,
     UNFINISHED,
     SliceFile,
@@ -119,8 +119,8 @@ def test_the_exit_status_tells_what_came_of_it(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("tests.property.oracle_soak", "--rules", "100"),
-        ("tests.property.engine_soak", "--steps", "100"),
+        ("tests.soaks.oracle_soak", "--rules", "100"),
+        ("tests.soaks.engine_soak", "--steps", "100"),
     ],
 )
 def test_long_runs_need_nothing_but_numpy(arguments: tuple[str, ...], tmp_path: Path) -> None:

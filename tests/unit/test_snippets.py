@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.snippets import PAGES, ROOT, snippets
+from tests.helpers.snippets import PAGES, ROOT, snippets
 
 MARKS = re.compile(r"<!-- (run|run by (\S+)|not run: (\S.{9,}))(?<! ) -->")
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.storm_folders import storm_folder
+from tests.helpers.storm_folders import storm_folder
 
 
 def test_folders_of_killed_storms_go_and_those_of_running_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = "from tests.storm_folders import storm_folder; print(storm_folder('x'), flush=True); "
+    code = "from tests.helpers.storm_folders import storm_folder as make; "
+    code += "print(make('x'), flush=True); "
     storms = [
         subprocess.Popen(
             [sys.executable, "-c", code + "input()"], cwd=Path(__file__).parents[2],

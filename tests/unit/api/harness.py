@@ -17,7 +17,7 @@ from manyroots.config import LoraSettings
 from manyroots.server_config import ServerSettings
 from manyroots.text.chat import load_chat_template
 from manyroots.text.tokenizer import Tokenizer
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 

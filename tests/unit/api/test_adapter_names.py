@@ -21,7 +21,7 @@ from manyroots.messages import (
     Stats,
     Submit,
 )
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, repeat_prompt
 from tests.unit.api.harness import Harness, error_of
 

@@ -1,10 +1,10 @@
-"""A slice of `python -m tests.bodies`."""
+"""A slice of `python -m tests.soaks.bodies`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.bodies import run
+from tests.soaks.bodies import run
 
 pytestmark = pytest.mark.anyio
 SEEDS = 2_000

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from manyroots.api import server
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,7 @@ import pytest
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
 from manyroots.messages import ErrorKind, LoadLora, LoraReply, UnloadLora
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.harness import Harness, error_of
 
 pytestmark = pytest.mark.anyio

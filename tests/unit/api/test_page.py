@@ -14,7 +14,7 @@ import pytest
 from manyroots.api.page.hub import PageHub
 from manyroots.api.page.routes import page_files
 from manyroots.snapshot import NodeView, RequestView, Snapshot, StepExplained, StepRow, StepView
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, nothing_to_see
 from tests.unit.api.harness import Harness
 

@@ -16,7 +16,7 @@ from manyroots.api.server import _listen, _Server
 from manyroots.config import EngineSettings
 from manyroots.errors import ConfigError, ModelError
 from manyroots.server_config import ServerSettings
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.fake_engine import INFO, FakeEngine
 from tests.unit.text.test_tokenizer import write_gguf
 

@@ -9,7 +9,7 @@ import pytest
 
 from manyroots.messages import Output
 from manyroots.process.progress import Progress
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 from tests.unit.text.tiny_tokenizer import BOS, EOS, TEMPLATE

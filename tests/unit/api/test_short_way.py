@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
 pytestmark = pytest.mark.anyio

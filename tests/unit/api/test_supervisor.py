@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 SCRIPT = """
 import logging, os, socket, sys, time

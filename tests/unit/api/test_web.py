@@ -16,7 +16,7 @@ from manyroots.api.server import check_certificates
 from manyroots.config import LoraSettings
 from manyroots.errors import ConfigError
 from manyroots.server_config import ServerSettings
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.harness import Harness, error_of
 from tests.unit.api.test_server_life import BODY, Life
 

@@ -9,8 +9,8 @@ import pytest
 
 from manyroots.api.json_body import MAX_CONTAINERS, MAX_VALUES, LargeBodies, parse_json
 from manyroots.errors import RequestError, TooLargeError
+from tests.soaks.worst_cases import Asked, run_seed
 from tests.unit.api.harness import Harness
-from tests.worst_cases import Asked, run_seed
 
 pytestmark = pytest.mark.anyio
 PLAIN = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
@@ -18,7 +18,7 @@ MANY = PLAIN | {"prompt": ["hi"] * 256}
 
 
 def test_r03_worst_bodies_are_answered_and_live_meanwhile() -> None:
-    """A slice of `python -m tests.worst_cases`."""
+    """A slice of `python -m tests.soaks.worst_cases`."""
     for seed in range(200):
         assert run_seed(seed)[1] is None
 

@@ -11,8 +11,8 @@ import torch
 from manyroots.bench.tiers import TierWorkload, run_tiers
 from manyroots.errors import ConfigError
 from manyroots.simulate.trace import Trace, TraceRequest, TraceSegment
-from tests.quick_tiers import quick_tiers
-from tests.served_trace import AGREE, BLOCK_TOKENS, compare, thinned
+from tests.helpers.quick_tiers import quick_tiers
+from tests.soaks.served_trace import AGREE, BLOCK_TOKENS, compare, thinned
 from tests.unit.models.tiny import save_tiny
 
 
@@ -38,7 +38,7 @@ def test_b03_copies_are_not_measured_without_a_gpu() -> None:
 
 
 def test_b05_a_trace_simulated_and_served_agrees_by_tier(tmp_path: Path) -> None:
-    """B05: a slice, made up; `python -m tests.served_trace` takes Mooncake's."""
+    """B05: a slice, made up; `python -m tests.soaks.served_trace` takes Mooncake's."""
     told = compare(thinned(made_trace(), 40), tmp_path)
     assert told["largest_difference"] <= AGREE
     assert told["served"]["host"] > 0.1

@@ -12,7 +12,7 @@ from manyroots.bench.cores import Cores
 from manyroots.bench.http_cost import _most_open
 from manyroots.cli.main import main
 from manyroots.errors import ConfigError
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 
 
 def test_both_ways_give_every_token_and_the_ratio_is_theirs(tmp_path: Path) -> None:

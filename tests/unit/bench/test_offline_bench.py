@@ -10,7 +10,7 @@ import pytest
 from manyroots.bench.offline import counting
 from manyroots.bench.processor import BUSY, _busy_s, taken
 from manyroots.cli.main import main
-from tests.tiny_server import write_model
+from tests.helpers.tiny_server import write_model
 
 
 def test_both_clocks_are_given_and_the_output_says_which_one_counts(

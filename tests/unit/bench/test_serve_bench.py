@@ -23,7 +23,7 @@ from manyroots.bench.serve_workload import ServeWorkload
 from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import main
 from manyroots.errors import RequestError
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))

@@ -14,7 +14,7 @@ from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts
 from manyroots.ids import Tier
 from manyroots.step import CopyDone
-from tests.cache_harness import BASE, CacheHarness, ints, recurrent
+from tests.helpers.cache_harness import BASE, CacheHarness, ints, recurrent
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

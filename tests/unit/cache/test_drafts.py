@@ -10,7 +10,7 @@ from manyroots.cache.keys import PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.ids import StepId
-from tests.cache_harness import (
+from tests.helpers.cache_harness import (
     BASE,
     CacheHarness,
     Sequence,

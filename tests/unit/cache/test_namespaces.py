@@ -21,7 +21,7 @@ from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.ids import AdapterDigest, Namespace, RequestId, Tier
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
-from tests.cache_harness import (
+from tests.helpers.cache_harness import (
     ADAPTER_A,
     ADAPTER_B,
     BASE,

@@ -1,4 +1,4 @@
-"""A slice of `python -m tests.owners_apart`."""
+"""A slice of `python -m tests.soaks.owners_apart`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.cache.keys import Owner, PageHasher
-from tests.owners_apart import check_index, check_storage, pairs
+from tests.soaks.owners_apart import check_index, check_storage, pairs
 
 
 def test_n04_t07_random_pairs_of_owners_stay_apart_on_every_tier(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, LoadCosts
 from manyroots.ids import Namespace
-from tests.cache_harness import ADAPTER_A, ADAPTER_B, BASE, CacheHarness, ints, recurrent, window
+from tests.helpers.cache_harness import (
+    ADAPTER_A,
+    ADAPTER_B,
+    BASE,
+    CacheHarness,
+    ints,
+    recurrent,
+    window,
+)
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]

@@ -19,7 +19,7 @@ from manyroots.cache.storage_health import (
 from manyroots.ids import StepId, Tier
 from manyroots.messages import StorageStats
 from manyroots.step import Copy
-from tests.cache_harness import BASE, CacheHarness, ints
+from tests.helpers.cache_harness import BASE, CacheHarness, ints
 
 KEY = PrefixKey(BASE)
 

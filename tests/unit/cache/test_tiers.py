@@ -14,7 +14,7 @@ from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
 from manyroots.cache.prefetch import Share
 from manyroots.ids import Tier
 from manyroots.step import Copy
-from tests.cache_harness import (
+from tests.helpers.cache_harness import (
     ADAPTER_A,
     BASE,
     CacheHarness,

@@ -8,7 +8,7 @@ from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
 from manyroots.cache.tree import PrefixTree
 from manyroots.ids import AdapterDigest, Namespace, StepId
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 PLAIN = Namespace(adapter=None, salt=None)
 ADAPTER = Namespace(adapter=AdapterDigest(b"a"), salt=None)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from manyroots.cli.main import main
 from manyroots.store.adapter_files import read_adapter
-from tests.adapter_folders import (
+from tests.helpers.adapter_folders import (
     Recipe,
     rewrite_config,
     rewrite_weights,

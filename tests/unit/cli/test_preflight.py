@@ -13,7 +13,7 @@ import pytest
 from manyroots.config import engine_settings
 from manyroots.engine import preflight
 from manyroots.errors import ConfigError
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 WITHOUT_TORCH = """
 import sys

@@ -24,7 +24,7 @@ from manyroots.step import (
     Plan,
     SlotRef,
 )
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:

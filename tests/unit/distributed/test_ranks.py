@@ -23,7 +23,7 @@ from manyroots.distributed.wire import RankMessageKind, StartSteps
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.ids import AdapterDigest, AdapterSlot, StepId, Tier
 from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, SlotRef
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.distributed import fake_rank
 
 COMMAND = (sys.executable, str(fake_rank.__file__))

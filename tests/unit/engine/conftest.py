@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.real_engine import RealWorld
+from tests.helpers.real_engine import RealWorld
 
 
 @pytest.fixture(scope="module")

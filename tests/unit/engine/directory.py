@@ -23,8 +23,8 @@ from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.messages import LoadLora, LoadTime, LoraReply, Output, Submit, UnloadLora
 from manyroots.runner.fake import FakeRunner
 from manyroots.scheduler.scheduler import Scheduler
-from tests.patience import PATIENCE_S
-from tests.scheduler_harness import VOCAB, expected_tokens, submit
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.scheduler_harness import VOCAB, expected_tokens, submit
 
 PAIR = PairSpec("model.layers.0.self_attn.q_proj", 8, 2.0)
 

@@ -17,9 +17,9 @@ from manyroots.kernels.lora_ops import torch_ops as lora_ops
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_engine import AdapterEngine, TinyWorld, Watched
-from tests.adapter_folders import Recipe
-from tests.patience import PATIENCE_S
+from tests.helpers.adapter_engine import AdapterEngine, TinyWorld, Watched
+from tests.helpers.adapter_folders import Recipe
+from tests.helpers.patience import PATIENCE_S
 
 RECIPES = {name: Recipe(rank=2, modules=("q_proj",), seed=i) for i, name in enumerate("abc")}
 LEAST_S, MANY = 10.0, 200

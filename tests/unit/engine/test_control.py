@@ -13,8 +13,8 @@ from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.ids import AdapterName
 from manyroots.messages import LoraReply
-from tests.slow_steps import slow_steps
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import request, settings_of, started, tokens, until
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
-from tests.quick_tiers import quick_tiers
+from tests.helpers.quick_tiers import quick_tiers
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend

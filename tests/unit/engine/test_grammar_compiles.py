@@ -27,8 +27,8 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
-from tests.adapter_folders import write_adapter
-from tests.patience import PATIENCE_S
+from tests.helpers.adapter_folders import write_adapter
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import EOS as END
 from tests.unit.text.tiny_tokenizer import tiny_backend

@@ -19,13 +19,13 @@ from manyroots.engine.kv_events import EventBatch, EventPublisher, short_hash, t
 from manyroots.errors import ConfigError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
 from manyroots.kv_configs import EventsChoice
-from tests import kv_events
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
+from tests.soaks import kv_events
 from tests.unit.test_llm_windows import serve
 
 
 def test_k01_k02_a_consumer_that_misses_messages_mirrors_the_index(tmp_path: Path) -> None:
-    """K01, K02: a slice; `python -m tests.kv_events` has 100,000 events."""
+    """K01, K02: a slice; `python -m tests.soaks.kv_events` has 100,000 events."""
     told = kv_events.run(2500, 1, str(tmp_path))
     assert told["replayed"] >= told["lost"] == 100
 

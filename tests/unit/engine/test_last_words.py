@@ -15,7 +15,7 @@ from manyroots.engine.process import Socket, _serve
 from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.ids import RequestId
 from manyroots.messages import Abort
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 
 class Wire:

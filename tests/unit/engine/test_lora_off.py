@@ -19,7 +19,7 @@ from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, Output, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.step import Plan, StepResult
-from tests.adapter_folders import Recipe, write_adapter
+from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 BASE = Namespace(adapter=None, salt=None)

@@ -12,7 +12,7 @@ from manyroots.config import LoraSettings
 from manyroots.engine.adapter_runtime import slot_bytes
 from manyroots.errors import ConfigError, ManyrootsError
 from manyroots.store.adapter_sites import parts_named
-from tests.adapter_folders import Recipe, write_adapter
+from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

@@ -12,8 +12,8 @@ from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.lora.targets import adapter_bytes
 from manyroots.sampling import SamplingParams
-from tests.adapter_engine import AdapterEngine, TinyWorld
-from tests.adapter_folders import Recipe
+from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
+from tests.helpers.adapter_folders import Recipe
 
 NUM_ADAPTERS = 200
 RECIPES = {

@@ -16,7 +16,7 @@ from manyroots.engine import worker
 from manyroots.engine.worker import pick_dtype
 from manyroots.models.chip import Chip
 from manyroots.models.source import ModelSource, resolve_source
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import tiny_source
 
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from manyroots.errors import ModelError, UnavailableError
 from manyroots.ids import Namespace
 from manyroots.messages import FinishReason, Submit
 from manyroots.sampling import SamplingParams
-from tests.patience import PATIENCE_S
-from tests.slow_steps import slow_steps
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
 
 BASE = Namespace(adapter=None, salt=None)
 

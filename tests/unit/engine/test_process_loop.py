@@ -15,8 +15,8 @@ from manyroots.engine.process import run
 from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.ids import AdapterName
 from manyroots.messages import Batch, LoadLora, UnloadLora
-from tests.patience import PATIENCE_S
-from tests.scheduler_harness import submit
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.scheduler_harness import submit
 from tests.unit.engine.directory import Directory, expected
 
 

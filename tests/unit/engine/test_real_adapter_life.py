@@ -18,9 +18,9 @@ from manyroots.ids import AdapterName, AdapterSlot, Tier
 from manyroots.sampling import SamplingParams
 from manyroots.step import DropAdapter, LoadAdapter, Plan, StepResult
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_engine import AdapterEngine, TinyWorld
-from tests.adapter_folders import Recipe
-from tests.patience import PATIENCE_S
+from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
+from tests.helpers.adapter_folders import Recipe
+from tests.helpers.patience import PATIENCE_S
 
 NAMES = ("a", "b", "c")
 RECIPES = {

@@ -1,6 +1,7 @@
 """Families of layers through the whole engine, with real bytes: what is resumed, kept and freed.
 
-Every step is audited (`tests/real_engine.py`), and what can be found is compared with cold numbers.
+Every step is audited (`tests/helpers/real_engine.py`), and what can be found is compared with cold
+numbers.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.models import load
 from manyroots.observe.metrics import Metrics
-from tests.cache_harness import ints, longest, path_of, resident
-from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
+from tests.helpers.cache_harness import ints, longest, path_of, resident
+from tests.helpers.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
 BASE = PrefixKey(Namespace(None, None))
 NEED = MAX_LEN // PAGE

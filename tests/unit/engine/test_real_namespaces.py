@@ -14,8 +14,8 @@ import pytest
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.engine.kv_events import short_hash
 from manyroots.ids import Tier
-from tests.cache_harness import ints
-from tests.real_engine import (
+from tests.helpers.cache_harness import ints
+from tests.helpers.real_engine import (
     MAX_LEN,
     PAGE,
     VOCAB,

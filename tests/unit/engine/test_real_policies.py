@@ -10,7 +10,7 @@ import pytest
 from manyroots.messages import FinishReason
 from manyroots.scheduler.slices import QUANTUM_LOADS_ALONE
 from manyroots.step import LoadAdapter
-from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld
+from tests.helpers.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld
 
 
 @pytest.fixture(scope="module")

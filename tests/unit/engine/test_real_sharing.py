@@ -1,6 +1,6 @@
 """Pages that requests share, through the whole engine: what is published, pinned, counted and
-given back. Every step is audited (`tests/real_engine.py`), and what can be found is compared with
-cold numbers."""
+given back. Every step is audited (`tests/helpers/real_engine.py`), and what can be found is
+compared with cold numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,16 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.step import Plan
-from tests.cache_harness import resident
-from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, events_to, paths_of, text
+from tests.helpers.cache_harness import resident
+from tests.helpers.real_engine import (
+    MAX_LEN,
+    PAGE,
+    RealEngine,
+    RealWorld,
+    events_to,
+    paths_of,
+    text,
+)
 from tests.unit.engine.test_real_slices import Steady
 
 MIXES = ("full", "five to one", "convolutions")

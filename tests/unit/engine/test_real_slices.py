@@ -13,10 +13,10 @@ import pytest
 
 from manyroots.messages import FinishReason
 from manyroots.step import AdapterLoaded, LoadAdapter, Plan, Runner, StepResult
-from tests.adapter_folders import Recipe, write_adapter
-from tests.differential import ATTENTION
-from tests.patience import PATIENCE_S
-from tests.real_engine import RealEngine, RealWorld
+from tests.helpers.adapter_folders import Recipe, write_adapter
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.real_engine import RealEngine, RealWorld
+from tests.soaks.differential import ATTENTION
 from tests.unit.models.tiny import load_tiny
 
 NAMES = ("a", "b", "c", "d", "rare")

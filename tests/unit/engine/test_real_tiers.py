@@ -1,6 +1,7 @@
 """Copies between tiers through the whole engine, with real bytes: late, failing and side by side.
 
-Every step is audited (`tests/real_engine.py`), and what can be found is compared with cold numbers.
+Every step is audited (`tests/helpers/real_engine.py`), and what can be found is compared with cold
+numbers.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from manyroots.ids import Tier
 from manyroots.messages import CacheUse
 from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
-from tests.cache_harness import resident
-from tests.patience import PATIENCE_S
-from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
+from tests.helpers.cache_harness import resident
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 from tests.unit.models.tiny import load_tiny
 
 NEED = MAX_LEN // PAGE

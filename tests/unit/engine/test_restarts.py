@@ -21,8 +21,8 @@ from manyroots.errors import NotFoundError, UnavailableError
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import LoadTime, Stats, Submit
 from manyroots.sampling import SamplingParams
-from tests.slow_steps import slow_steps
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.slow_steps import slow_steps
+from tests.helpers.tiny_adapters import TinyAdapters
 
 LIMIT_S = 300
 BASE = Namespace(adapter=None, salt=None)

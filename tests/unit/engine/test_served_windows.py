@@ -8,7 +8,7 @@ import pytest
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
-from tests.scheduler_harness import submit
+from tests.helpers.scheduler_harness import submit
 from tests.unit.models.tiny import save_tiny
 
 TYPES = [*["sliding_attention"] * 5, "full_attention"]

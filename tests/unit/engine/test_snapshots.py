@@ -12,7 +12,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.observe.steps import SIZE, StepRing
 from manyroots.snapshot import BASE_MODEL, MAX_STEPS, RequestView, Snapshot, SnapshotAsk
 from manyroots.step import Plan, StepResult
-from tests.scheduler_harness import SchedulerHarness, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, submit
 
 NO_MEMORY = EngineMemory(1000, 10, [8])
 

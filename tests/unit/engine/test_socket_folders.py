@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import PATIENCE_S
-from tests.tiny_adapters import TinyAdapters
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import kill, settings_of, started, tokens, until
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from manyroots.grammar.rows import GrammarRows
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.grammar.tiny_grammars import EOS, VOCAB, allowed, cache, vocabulary
 
 CHOICES = ("stop", "stops", "still", "hello world", "hello", "größe", "a")

@@ -12,8 +12,8 @@ from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.grammar.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.schemas import schema
-from tests.seeded import Draw
+from tests.helpers.schemas import schema
+from tests.helpers.seeded import Draw
 from tests.unit.grammar.tiny_grammars import cache
 
 COLOUR: dict[str, Any] = {

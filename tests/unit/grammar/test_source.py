@@ -10,8 +10,8 @@ import pytest
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.schemas import REFUSED, schema
-from tests.seeded import Draw
+from tests.helpers.schemas import REFUSED, schema
+from tests.helpers.seeded import Draw
 from tests.unit.grammar.tiny_grammars import cache
 
 GRAMMARS = cache()

@@ -9,7 +9,7 @@ from manyroots.grammar.rows import GrammarRows
 from manyroots.grammar.token_rules import TokenRules
 from manyroots.sampling import ThinkingBudget
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.grammar.tiny_grammars import EOS, VOCAB, allowed, cache
 
 PROMPT = [1, 2, 3]

@@ -9,7 +9,7 @@ from manyroots.kernels.attention import reference, torch_ops
 from manyroots.kernels.attention.grouping import MIN_PIECE
 from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.tolerances import assert_close
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.kernels.attention_cases import Shape, make_rows, random_arena, random_q
 
 SCALE = 0.3

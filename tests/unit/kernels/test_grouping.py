@@ -12,7 +12,7 @@ from manyroots.kernels.attention.grouping import (
     plan_decodes,
     plan_prefills,
 )
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 PAGE_SIZE = 4
 

@@ -12,7 +12,7 @@ from manyroots.kernels.qk_rope_kv_write import reference, torch_ops
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable
 from manyroots.kernels.tolerances import assert_close
 from manyroots.store.arena import PageArena
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.kernels.attention_cases import Shape, make_rows, random_arena
 
 EPS = 1e-6

@@ -21,8 +21,8 @@ from manyroots.kernels.sampling.rows import (
 )
 from manyroots.runner.logprobs import score
 from manyroots.sampling import SamplingParams
-from tests.plain_sampler import PlainRow
-from tests.sampled_rows import Rows
+from tests.helpers.plain_sampler import PlainRow
+from tests.helpers.sampled_rows import Rows
 
 PROBS = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 LOGITS = PROBS.log()

@@ -20,8 +20,8 @@ from manyroots.kernels.sampling.rows import NO_FAULT, NOT_FINITE  # isort: skip
 from manyroots.kernels.sampling.triton_rows import RowCuts, weight_of  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.sampling import SamplingParams  # isort: skip
-from tests.plain_sampler import PlainRow  # isort: skip
-from tests.sampled_rows import Rows, assert_logprobs_close, outcomes, random_row  # isort: skip
+from tests.helpers.plain_sampler import PlainRow  # isort: skip
+from tests.helpers.sampled_rows import Rows, assert_logprobs_close, outcomes, random_row  # isort: skip
 
 IS_GPU = DEVICE.type == "cuda"
 SMALL = {"SPAN": 256, "SHORT_LIST": 16, "LONG_LIST": 64, "MAX_PARTS": 32, "SEARCH_BLOCK": 512}

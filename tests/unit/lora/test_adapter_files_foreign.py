@@ -14,7 +14,7 @@ from torch import Tensor
 from manyroots.errors import AdapterError
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_folders import (
+from tests.helpers.adapter_folders import (
     CONFIG,
     WEIGHTS,
     ExpertFormat,

@@ -21,7 +21,7 @@ from manyroots.lora.targets import Targets
 from manyroots.store import adapter_bytes
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_folders import (
+from tests.helpers.adapter_folders import (
     WEIGHTS,
     ExpertFormat,
     Pair,
@@ -31,7 +31,7 @@ from tests.adapter_folders import (
     tiny_targets,
     write_adapter,
 )
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 DENSE = tiny_targets()
 MOE = tiny_targets(num_experts=3)

@@ -21,7 +21,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_folders import tiny_targets
+from tests.helpers.adapter_folders import tiny_targets
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -18,7 +18,7 @@ from manyroots.errors import AdapterError, RequestError
 from manyroots.lora.files.folder import check_folder
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.store.adapter_files import read_adapter
-from tests.adapter_folders import (
+from tests.helpers.adapter_folders import (
     CONFIG,
     WEIGHTS,
     ExpertFormat,

@@ -13,7 +13,7 @@ from manyroots.errors import AdapterError
 from manyroots.lora.files.header import read_header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.plain_header import parse_plain
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 TENSORS = {
     "model.layers.0.mlp.experts.10.up_proj.lora_A.weight": torch.zeros(2, 3, dtype=torch.bfloat16),

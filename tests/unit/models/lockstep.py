@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 T = TypeVar("T")
 

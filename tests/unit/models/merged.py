@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.adapter_folders import Pair
+from tests.helpers.adapter_folders import Pair
 
 
 @torch.no_grad()

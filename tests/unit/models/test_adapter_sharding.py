@@ -18,7 +18,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
+from tests.helpers.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
 from tests.unit.models.lockstep import in_lockstep
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import pool_for

@@ -19,7 +19,7 @@ from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_base import BaseRows, check_copy
-from tests.adapter_folders import rewrite_weights
+from tests.helpers.adapter_folders import rewrite_weights
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.tiny import load_tiny, save_tiny
 

@@ -27,9 +27,9 @@ from manyroots.models.load import describe
 from manyroots.models.registry import CONFIG_TYPES, FIELDS, WRITTEN_FIELDS
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec
-from tests.config_fields import FULL, NOT_OF_THE_MODEL, SLIDING, cases, foreign_cases, ropes
-from tests.config_fields import KINDS as MODELS
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
+from tests.soaks.config_fields import FULL, NOT_OF_THE_MODEL, SLIDING, cases, foreign_cases, ropes
+from tests.soaks.config_fields import KINDS as MODELS
 from tests.unit.models.tiny import tiny_config
 
 OF_NO_ACCOUNT = ("layer_types", "layers_block_type")

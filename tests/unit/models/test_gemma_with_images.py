@@ -16,7 +16,7 @@ from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
 from manyroots.models.weights.safetensors import SINGLE_FILE
-from tests.adapter_folders import Recipe, rewrite_config, rewrite_weights, write_adapter
+from tests.helpers.adapter_folders import Recipe, rewrite_config, rewrite_weights, write_adapter
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import pool_for, read
 from tests.unit.models.test_logits_parity import expected, prompts

@@ -13,7 +13,7 @@ from torch import Tensor
 from manyroots.errors import AdapterError
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_files import read_adapter
-from tests.adapter_folders import Recipe, rewrite_weights, write_adapter
+from tests.helpers.adapter_folders import Recipe, rewrite_weights, write_adapter
 from tests.unit.models.peft_models import ADAPTERS, ATTENTION, MLP, make_pair
 from tests.unit.models.test_peft_parity import prompt, run
 from tests.unit.models.tiny import load_tiny, save_tiny

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manyroots.kernels.tolerances import assert_close
-from tests.seeded import Draw
+from tests.helpers.seeded import Draw
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.tiny import MODELS, WINDOW, load_tiny, save_tiny
 

@@ -15,7 +15,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import Side, Target, TargetKind
 from manyroots.models.decoder import Decoder
 from manyroots.scheduler.request import invoked_at
-from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.helpers.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.unit.models.merged import merged
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import make_pair, pool_for, read

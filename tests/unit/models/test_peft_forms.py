@@ -16,7 +16,7 @@ from torch import Tensor
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
-from tests.adapter_folders import rewrite_weights
+from tests.helpers.adapter_folders import rewrite_weights
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import ATTENTION, MLP, pool_for, read
 from tests.unit.models.test_peft_parity import prompt

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
-from tests.adapter_folders import Recipe, rewrite_config, write_adapter
+from tests.helpers.adapter_folders import Recipe, rewrite_config, write_adapter
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import make_pair, pool_for, read
 from tests.unit.models.test_moe_adapters import INTERMEDIATE, KINDS, Served

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyroots.messages import Submit
 from manyroots.step import Plan
-from tests.scheduler_harness import SchedulerHarness
+from tests.helpers.scheduler_harness import SchedulerHarness
 
 
 class Stepping(SchedulerHarness):

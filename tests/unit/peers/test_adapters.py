@@ -9,7 +9,7 @@ from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.unit.lora.adapters import Adapters, content
 
 

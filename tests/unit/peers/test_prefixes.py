@@ -16,7 +16,7 @@ from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import Namespace, Tier
-from tests.cache_harness import (
+from tests.helpers.cache_harness import (
     ADAPTER_A,
     ADAPTER_B,
     BASE,

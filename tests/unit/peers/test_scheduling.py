@@ -10,7 +10,7 @@ import pytest
 from manyroots.errors import RequestError
 from manyroots.ids import RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.unit.peers.plans import Stepping
 
 

@@ -29,9 +29,9 @@ from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Arrival, LoadAdapter, LoadId, Plan, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.patience import PATIENCE_S
-from tests.runners import make_runner
-from tests.scheduler_harness import submit
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.runners import make_runner
+from tests.helpers.scheduler_harness import submit
 from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, pool_for, read
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 120, 64

@@ -12,8 +12,8 @@ from manyroots.runner.runner import ModelRunner
 from manyroots.step import Copy, Plan
 from manyroots.store.host_arena import HostArena
 from manyroots.store.tier_copies import TierCopies
-from tests.patience import PATIENCE_S
-from tests.runners import arenas_for
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.runners import arenas_for
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 STATE = 1

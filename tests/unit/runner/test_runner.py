@@ -45,9 +45,9 @@ from manyroots.scheduler.scheduler import Scheduler
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests import runners
-from tests.adapter_folders import Recipe, write_adapter
-from tests.scheduler_harness import BASE
+from tests.helpers import runners
+from tests.helpers.adapter_folders import Recipe, write_adapter
+from tests.helpers.scheduler_harness import BASE
 from tests.unit.grammar import tiny_grammars
 from tests.unit.models.peft_models import ADAPTERS, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny

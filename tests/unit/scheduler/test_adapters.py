@@ -9,7 +9,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from manyroots.scheduler.slices import QUANTUM_LOADS_ALONE
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 def load(engine: SchedulerHarness, name: str, content: str | None = None) -> AdapterDigest:

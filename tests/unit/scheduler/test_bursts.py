@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.scheduler_harness import expected_tokens, submit
+from tests.helpers.scheduler_harness import expected_tokens, submit
 from tests.unit.peers.plans import Stepping
 
 

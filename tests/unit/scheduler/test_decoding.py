@@ -12,7 +12,7 @@ from manyroots.messages import ErrorKind, FinishReason, Submit
 from manyroots.scheduler.plan_builder import PlanBuilder
 from manyroots.step import Plan, RowFault
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 def plan_of(engine: SchedulerHarness) -> Plan:

@@ -11,8 +11,8 @@ import pytest
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
 from manyroots.ids import RequestId
-from tests.cache_harness import recurrent, window
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.cache_harness import recurrent, window
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 PROMPT = [1, 2, 3, 4, 5, 6]

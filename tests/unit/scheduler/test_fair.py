@@ -12,7 +12,7 @@ from manyroots.ids import AdapterDigest, AdapterName, Namespace
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.policies.fair import FairPolicy
 from manyroots.step import Plan
-from tests.scheduler_harness import SchedulerHarness, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, submit
 
 MOST_STEPS = 10_000
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from manyroots.simulate.simulation import simulate
-from tests.random_case import random_case
+from tests.soaks.random_case import random_case
 
 ROOT = Path(__file__).parents[3]
 NUM_CASES = 30

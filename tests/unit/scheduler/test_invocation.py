@@ -9,7 +9,7 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.request import NEVER, invoked_at
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 INVOCATION = (7, 8)
 

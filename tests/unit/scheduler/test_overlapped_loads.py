@@ -15,7 +15,7 @@ from manyroots.cache.policies import CachePolicies, LoadCosts
 from manyroots.ids import RequestId
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import Copy
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 FULL = Capacity(FULL_ATTENTION, 12, 80)
 WINDOW = Capacity(SlidingWindow("window", 6, 4), 12, 80)

@@ -12,7 +12,7 @@ from manyroots.bench.adapter_slices import CASES, SlicesCase, SlicesRun
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.policies.pack import PATIENCE_STEPS, ROW_PATIENCE_STEPS
-from tests.scheduler_harness import SchedulerHarness, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, submit
 
 NUM_REQUESTS = 240
 

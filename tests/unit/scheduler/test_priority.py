@@ -11,7 +11,7 @@ from manyroots.ids import RequestId
 from manyroots.messages import Abort
 from manyroots.scheduler.request import Request
 from manyroots.step import Plan, StepResult
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.unit.scheduler.test_adapters import load
 
 MAX_TOKENS = 24

@@ -12,7 +12,7 @@ from manyroots.scheduler.policies.fair import FairLane, FairPolicy
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.ranking import MAX_STALE
 from manyroots.scheduler.request import Request
-from tests.scheduler_harness import submit
+from tests.helpers.scheduler_harness import submit
 
 PAGE = 4
 

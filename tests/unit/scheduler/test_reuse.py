@@ -14,7 +14,7 @@ from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.ids import Namespace, RequestId, Tier
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.step import Copy, Plan
-from tests.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
 
 SALTED = Namespace(adapter=None, salt="tenant")
 OTHER = Namespace(adapter=None, salt="other")

@@ -9,7 +9,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
 from manyroots.ids import AdapterDigest, Namespace, RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -13,7 +13,7 @@ from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler.policies.pack import PATIENCE_STEPS
 from manyroots.scheduler.slices import OVERDUE_STEPS, QUANTUM_LOADS_ALONE, QUANTUM_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 WITHIN = 8
 """Steps from the end of a quantum to the first token: pause, load, begin, result."""

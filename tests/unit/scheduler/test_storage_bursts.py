@@ -24,8 +24,8 @@ from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler import fetches
 from manyroots.scheduler.request import State
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
-from tests.cache_harness import recurrent, window
-from tests.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
+from tests.helpers.cache_harness import recurrent, window
+from tests.helpers.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 NUM_PAGES = 10

@@ -12,7 +12,7 @@ from manyroots.ids import RequestId, Row, StepId
 from manyroots.runner.fake import FakeRunner
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, NewPages, Plan
-from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 WINDOW, PAGE, BUDGET = 512, 16, 2048
 

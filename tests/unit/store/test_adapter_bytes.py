@@ -13,7 +13,7 @@ from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 from manyroots.store import adapter_bytes
 from manyroots.store.adapter_bytes import ArrivingBytes, Moves, are_finite, places_of
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])

@@ -13,7 +13,7 @@ from manyroots.errors import AdapterError
 from manyroots.store import adapter_layouts
 from manyroots.store.adapter_files import foresee, read_adapter, read_folder
 from manyroots.store.adapter_layouts import MAX_KEPT, Layouts
-from tests.adapter_folders import Recipe, tiny_targets, write_adapter
+from tests.helpers.adapter_folders import Recipe, tiny_targets, write_adapter
 
 TARGETS = tiny_targets(num_experts=3)
 SIZES = {"max_rank": 16, "dtype": torch.float32, "vocab_size": 64}

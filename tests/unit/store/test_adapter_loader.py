@@ -17,7 +17,7 @@ from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import LoraSite
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
 
 

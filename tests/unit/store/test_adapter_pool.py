@@ -25,7 +25,7 @@ from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_region import Region
 from manyroots.store.adapter_sites import LoraSite, SitePart
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
-from tests.adapter_folders import Recipe, write_adapter
+from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.unit.host_copies import host_copy, random_adapter
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_ranks import FirstLoader, FollowingLoader
 from manyroots.store.adapter_sites import LoraSite
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
 
 TARGET = "model.layers.0.self_attn.q_proj"

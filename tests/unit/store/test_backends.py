@@ -20,7 +20,7 @@ from manyroots.errors import ConfigError
 from manyroots.store.backends.backend import Backend
 from manyroots.store.backends.choice import open_backend
 from manyroots.store.backends.files import Files
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.store.tiers import RedisServer, server_program
 
 SIZE = 5000

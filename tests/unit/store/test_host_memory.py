@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from manyroots.store.host_memory import Bytes, PinnedMemory, pieces_ahead, within_borders
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 
 PIECE = 64 * 4096
 LONG_S, SHORT_S = 600.0, 0.05

@@ -12,7 +12,7 @@ from manyroots.step import AdapterLoaded, Copy, LoadAdapter, LoadId, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.mover import Ends, Mover
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.pools import adapter, make_pool
 
 WEIGHTS = adapter((4, 4, 4), seed=3)

@@ -16,7 +16,7 @@ from manyroots.store.batched_copies import runs
 from manyroots.store.host_arena import HostArena
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
-from tests.patience import PATIENCE_S
+from tests.helpers.patience import PATIENCE_S
 from tests.unit.store.tiers import Arena, Shelf, copy, end_of
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE

@@ -1,4 +1,4 @@
-"""A slice of `python -m tests.tier_faults`, which has at least 200 faults of each kind."""
+"""A slice of `python -m tests.soaks.tier_faults`, which has at least 200 faults of each kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.tier_faults import KINDS
+from tests.soaks.tier_faults import KINDS
 from tests.unit.store.tiers import server_program
 
 
@@ -18,7 +18,7 @@ def test_t03_t08_no_fault_of_a_tier_gives_a_wrong_token_a_crash_or_a_leak() -> N
     kinds = [kind for kind in KINDS if server_program() or "redis" not in kind]
     flags = [flag for kind in kinds for flag in ("--kind", kind)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tier_faults", "--count", "2", *flags],
+        [sys.executable, "-m", "tests.soaks.tier_faults", "--count", "2", *flags],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

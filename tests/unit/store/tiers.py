@@ -17,8 +17,8 @@ from manyroots.ids import CopyId, Tier
 from manyroots.step import Copy, CopyDone
 from manyroots.store.backends.backend import Value
 from manyroots.store.tier_copies import TierCopies
-from tests.debian import command_of
-from tests.patience import PATIENCE_S
+from tests.helpers.debian import command_of
+from tests.helpers.patience import PATIENCE_S
 
 
 class Arena:

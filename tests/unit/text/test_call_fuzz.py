@@ -1,4 +1,5 @@
-"""Every format of tool calls against its own writer: a slice of `python -m tests.call_fuzz`."""
+"""Every format of tool calls against its own writer: a slice of `python -m
+tests.soaks.call_fuzz`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 
 from manyroots.text.formats.argument_types import ArgumentSchema
 from manyroots.text.formats.reader import Reader
-from tests.call_fuzz import WRITERS, Case
+from tests.soaks.call_fuzz import WRITERS, Case
 
 CASES = 12
 
@@ -18,7 +19,7 @@ def test_g02_what_a_writer_writes_is_read_back_however_it_is_cut(place: int) -> 
         try:
             Case(seed).check()
         except Exception as error:
-            error.add_note(f"python -m tests.call_fuzz --first {seed} --cases 1")
+            error.add_note(f"python -m tests.soaks.call_fuzz --first {seed} --cases 1")
             raise
 
 

@@ -16,7 +16,7 @@ from manyroots.text.detokenizer import (
     detokenizer_for,
 )
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.text.tiny_tokenizer import tiny_tokenizer
 
 TINY = tiny_tokenizer()

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
-from tests.seeded import Draw
+from tests.helpers.seeded import Draw
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 SPECIAL = ("<s>", "</s>", "[CLS]")

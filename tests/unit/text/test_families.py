@@ -16,9 +16,9 @@ from manyroots.text.chat import ChatTemplate
 from manyroots.text.formats.choice import choose_format
 from manyroots.text.formats.thinking import ThinkingMarks
 from manyroots.text.tools import check_tools
-from tests import bfcl
-from tests.family_templates import TEMPLATES
-from tests.seeded import Draw, for_seeds
+from tests.helpers.family_templates import TEMPLATES
+from tests.helpers.seeded import Draw, for_seeds
+from tests.soaks import bfcl
 from tests.unit.grammar.tiny_grammars import allowed
 
 GRAMMARS = GrammarCache(bfcl.bytes_vocabulary)

@@ -15,7 +15,7 @@ from manyroots.files.gguf_tokens import special_token
 from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
-from tests.seeded import Draw
+from tests.helpers.seeded import Draw
 from tests.unit.text import plain_sentencepiece as plain
 from tests.unit.text.plain_sentencepiece import BOS, EOS, Vocabulary, vocabulary, write_file
 

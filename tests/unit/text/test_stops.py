@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from manyroots.text.stops import StopChecker
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 
 
 def run(stops: list[str], parts: list[str], *, include: bool = False) -> tuple[str, str | None]:

@@ -18,7 +18,7 @@ from manyroots.files.gguf_header import read_metadata
 from manyroots.text import tokenizer_files
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
-from tests.seeded import Draw, for_seeds
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.text.tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer
 
 TINY = tiny_tokenizer()

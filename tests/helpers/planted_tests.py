@@ -1,0 +1,142 @@
+"""Named tests with a fault planted, each fault in a process forked from one that is warm.
+
+`python -m tests.helpers.planted_tests [TEXT]`, run in a copy of the package and its tests, plants
+each
+fault that names tests (those whose name has the text) in the copy's file and runs these tests, each
+up to its first case that fails; in the end, those cases without any fault. What takes most of a
+test process's start is imported once, before the forks; of the package itself nothing is, so each
+process reads the file as it then is, and so do tests that read the source or start processes. It is
+compiled once, and what was compiled is known by the text that it was made of. Each line printed is
+JSON: the fault's name (null without), and how each case ended.
+"""
+
+from __future__ import annotations
+
+import compileall
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from py_compile import PycInvalidationMode
+
+import pytest
+
+import tests.conftest  # noqa: F401  what holds for every test is set before torch is imported
+from tests.helpers.detector import PLUGINS_LEFT_OUT
+from tests.helpers.mutations import MUTATIONS
+
+WARM = (
+    "numpy", "torch", "triton", "transformers", "tokenizers", "safetensors.torch", "fastapi",
+    "fastapi.testclient", "uvicorn", "httpx", "openai", "zmq", "msgspec", "anyio.pytest_plugin",
+    "xdist.plugin", "transformers.models.llama.modeling_llama", "transformers.models.auto",
+    "peft", "anthropic", "anthropic.types", "openai.types.responses", "gguf", "llguidance",
+    "llguidance.numpy", "jsonschema", "prometheus_client", "starlette.applications", "execnet",
+    "xml.dom.minidom", "_pytest.junitxml",
+)  # fmt: skip
+"""What is not there, or is not needed, costs nothing but time."""
+
+
+class _Outcomes:
+    """How each case ended, of each of these tests up to the first that fails."""
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.found: dict[str, str] = {}
+        self._nodes = nodes
+        self._noticed: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """True: leave it out."""
+        return self._node(item.nodeid) in self._noticed or None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.when == "call":
+            self.found[report.nodeid.removeprefix("tests/")] = report.outcome
+        if report.failed:
+            self._noticed.add(self._node(report.nodeid))
+
+    def _node(self, case: str) -> str:
+        return next(node for node in self._nodes if is_of(case.removeprefix("tests/"), node))
+
+
+def is_of(case: str, node: str) -> bool:
+    """Whether a test's name means this case, by itself or with all of its parameters."""
+    return case == node or case.startswith(f"{node}[")
+
+
+def warm_up() -> None:
+    for name in WARM:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    loaded = [name for name in sys.modules if name.startswith("manyroots")]
+    assert not loaded, f"too late to plant: {loaded}"
+    gc.freeze()  # it is not gone through again in each process
+
+
+def outcomes(nodes: Iterable[str]) -> dict[str, str]:
+    """How each of these tests ends in a process forked for them."""
+    # What a process leaves that ends at once, or with a fault, goes with the folder.
+    with (
+        tempfile.TemporaryDirectory(prefix="mr-") as home,
+        tempfile.NamedTemporaryFile("r") as told,
+    ):
+        child = os.fork()
+        if not child:
+            tempfile.tempdir = os.environ["TMPDIR"] = home
+            _run_and_tell(sorted(set(nodes)), told.name)
+        os.waitpid(child, 0)
+        found: dict[str, str] = json.loads(told.read() or "{}")
+        return found
+
+
+def _run_and_tell(nodes: list[str], path: str) -> None:
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
+        told = _Outcomes(nodes)
+        # The copy has no settings of ours; files of one name in two folders need this one.
+        options = ["-q", "--tb=no", "--no-header", "--assert=plain", "--import-mode=importlib"]
+        options += [part for name in PLUGINS_LEFT_OUT for part in ("-p", f"no:{name}")]
+        pytest.main([*options, *(f"tests/{node}" for node in nodes)], plugins=[told])
+        Path(path).write_text(json.dumps(told.found))
+    finally:
+        os._exit(0)
+
+
+def tell(name: str | None, found: dict[str, str]) -> None:
+    print(json.dumps({"fault": name, "ended": found}), flush=True)
+
+
+def main() -> int:
+    text = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
+    sys.dont_write_bytecode = True  # of a file with a fault, nothing compiled may remain
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    warm_up()
+    for folder in ("manyroots", "tests"):
+        by_text = PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder, quiet=1, force=True, invalidation_mode=by_text)
+    noticed = set()
+    for mutation in chosen:
+        path = Path("manyroots") / mutation.file
+        whole = path.read_text()
+        try:
+            path.write_text(mutation.applied_to(whole))
+        except LookupError:  # told by a test of its own; the others can be planted
+            tell(mutation.name, {})
+            continue
+        ended = outcomes(mutation.noticed_by)
+        tell(mutation.name, ended)
+        noticed.update(case for case, how in ended.items() if how == "failed")
+        path.write_text(whole)
+    tell(None, outcomes(noticed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

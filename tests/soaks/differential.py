@@ -1,0 +1,290 @@
+"""Cached against cold: random conversations through two real engines around one tiny model.
+
+    python -m tests.soaks.differential [--mix NAME] [--traces 500] [--seed 0] [--results FILE]
+
+The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
+prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
+these make. The cold one computes every prompt alone, with reuse off, the answer behind it, all in
+one step: each token of the answer must be the one that it finds likeliest there, but where its two
+best are closer than what rounding may move them. Lengths lie around pages, windows, chunks and
+checkpoints; three adapters and the base share texts.
+
+Prints JSON: what was compared, and how much of it was reused. Every 25 traces get engines of their
+own and a line in the file of results, if there is one; what is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyroots import LLM, LoRARequest, SamplingParams
+from manyroots.kernels.tolerances import TOLERANCES
+from tests.helpers.adapter_folders import Recipe, write_adapter
+from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
+
+PAGE, CHUNK, WINDOW = 4, 24, 11
+MAX_LEN = 160
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+BLOCK = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+RECURRENT = (
+    "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b",
+    "in_proj_a",
+)  # fmt: skip
+ADAPTERS = {
+    "all": Recipe(rank=8, modules=(*ATTENTION, *BLOCK, *RECURRENT), seed=1),
+    "few": Recipe(rank=3, modules=("q_proj", "down_proj", *RECURRENT), alpha=4, seed=2),
+    "ends": Recipe(rank=5, modules=(*ATTENTION, "out_proj", "embed_tokens", "lm_head"), seed=3),
+}
+"""Modules that a model has not are left out."""
+TYPES = {"f": "full_attention", "w": "sliding_attention", "c": "conv"}
+
+
+def _types(pattern: str) -> list[str]:
+    return [TYPES[letter] for letter in pattern]
+
+
+MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "window": ("mistral", {"sliding_window": WINDOW}),
+    "full and window": (
+        "qwen2",
+        {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "five to one": (
+        "gemma3",
+        {"sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": _types("wwwwwf")},
+    ),
+    "sinks and experts": (
+        "gpt-oss",
+        {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
+    ),
+}
+RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),
+    "delta nets": ("qwen3.5", {}),
+    "delta nets and experts": ("qwen3-next", {"moe_intermediate_size": 20}),
+    "delta nets, other experts": ("qwen3.5-moe", {"moe_intermediate_size": 20}),
+    "mamba": ("granite-h", {}),
+    "mamba beside attention": ("falcon-h1", {}),
+}
+"""A kind of tiny model for each mix of families."""
+ALL_MIXES = {**MIXES, **RECURRENT_MIXES}
+
+KV_BYTES_SHARE = 0.28
+"""What the warm engine has of the memory that four conversations of full length would take: little
+more than one of them, so that answers which grow take each other's pages away."""
+SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
+LONG = (17, 26, 41)
+"""Tokens that are asked for."""
+TRACES_AT_ONCE = 25
+NUM_CHECKPOINTS, INTERVAL = 7, 3 * PAGE
+"""What it has of saved states, where there are any: fewer than four conversations make."""
+
+
+@dataclass
+class Found:
+    """What was compared."""
+
+    mix: str
+    traces: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+    evicted_pages: int = 0
+    """At least: those that were filled and that the pool has no room for."""
+    near_ties: int = 0
+    """Tokens that are the cold engine's second best, where its two best are as good as equal."""
+
+
+class Engines:
+    """A warm and a cold engine of one mix."""
+
+    def __init__(self, folder: Path, mix: str) -> None:
+        kind, changes = ALL_MIXES[mix]
+        self.model = folder / "model"
+        save_tiny(self.model, kind, vocab_size=300, **changes)
+        tiny_backend().save(str(self.model / "tokenizer.json"))
+        decoder = load_tiny(self.model)
+        self.adapters: dict[str, str] = {}
+        for name, recipe in ADAPTERS.items():
+            write_adapter(folder / name, decoder.adapter_targets(), recipe)
+            self.adapters[name] = str(folder / name)
+        page_bytes = sum(
+            f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if not f.is_state
+        )
+        state = sum(f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state)
+        needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
+        self.warm = self._start(
+            kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE) + (4 + NUM_CHECKPOINTS) * state,
+            checkpoint_memory_bytes=NUM_CHECKPOINTS * state,
+            checkpoint_interval_tokens=INTERVAL,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=4,
+        )
+        self.cold = self._start(
+            kv_cache_memory_bytes=4 * (needed + state),
+            max_num_batched_tokens=MAX_LEN,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
+
+    def _start(self, **settings: Any) -> LLM:
+        return LLM(
+            str(self.model), dtype="float32", enable_lora=True, max_loras=2, block_size=PAGE,
+            max_model_len=MAX_LEN, **settings,
+        )  # fmt: skip
+
+    def answers(self, prompts: list[list[int]], names: list[str | None], count: int) -> list[Any]:
+        """The warm engine's, side by side."""
+        greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return self.warm.generate(prompts, greedy, lora_request=self._requests(names))
+
+    def cold_logprobs(self, tokens: list[int], name: str | None) -> list[Any]:
+        """Behind each of `tokens` but the last: the two best tokens, with their logprobs."""
+        once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
+        [output] = self.cold.generate([tokens], once, lora_request=self._requests([name]))
+        behind: Any = output.prompt_logprobs
+        ranked = [sorted(scores.items(), key=_rank) for scores in behind[1:]]
+        return [[(token, score.logprob) for token, score in scores[:2]] for scores in ranked]
+
+    def _requests(self, names: list[str | None]) -> list[LoRARequest | None]:
+        return [
+            None if name is None else LoRARequest(name, 1, self.adapters[name]) for name in names
+        ]
+
+    def close(self) -> None:
+        self.warm.close()
+        self.cold.close()
+
+
+def _rank(entry: tuple[int, Any]) -> int:
+    return int(entry[1].rank)
+
+
+def run(mix: str, seeds: range) -> Found:
+    """Every trace of these seeds, on engines that keep what they have cached between them."""
+    found = Found(mix)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = Engines(Path(folder), mix)
+        try:
+            for seed in seeds:
+                _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
+                found.traces += 1
+            stats = engines.warm.stats()
+            found.retractions = stats.total_retractions
+            computed = found.prompt_tokens - found.cached_tokens
+            found.evicted_pages = max(0, computed // PAGE - stats.num_pages)
+        finally:
+            engines.close()
+    return found
+
+
+def _trace(engines: Engines, rng: random.Random, found: Found, where: str) -> None:
+    """Some conversations side by side, each some turns long; they begin with common texts."""
+    heads = [_text(rng, _length(rng)) for _ in range(2)]
+    names = [rng.choice([None, *ADAPTERS]) for _ in range(rng.randint(1, 4))]
+    histories = [list(rng.choice(heads)) for _ in names]
+    for _ in range(rng.randint(2, 4)):
+        count = rng.choice(LONG if rng.random() < 0.4 else SHORT)
+        open_ones = []
+        for index, history in enumerate(histories):
+            history += _text(rng, _length(rng))
+            if len(history) + count < MAX_LEN:
+                open_ones.append(index)
+        if not open_ones:
+            return
+        prompts = [histories[index] for index in open_ones]
+        asked = [names[index] for index in open_ones]
+        answers = engines.answers(prompts, asked, count)
+        for index, answer in zip(open_ones, answers, strict=True):
+            name, whole = names[index], histories[index] + answer.outputs[0].token_ids
+            cold = engines.cold_logprobs(whole, name)[len(histories[index]) - 1 :]
+            _compare(answer, cold, found, f"{where}, {name}, {histories[index]}")
+            histories[index] = whole
+        if rng.random() < 0.2:
+            # The same text under other weights: it must find nothing of the first.
+            names = [rng.choice([None, *ADAPTERS]) for _ in names]
+
+
+def _length(rng: random.Random) -> int:
+    base = rng.choice([PAGE, 2 * PAGE, WINDOW, 2 * WINDOW, CHUNK, 1])
+    return max(1, base + rng.choice([-1, 0, 1]))
+
+
+def _text(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 300) for _ in range(count)]
+
+
+def _compare(warm: Any, cold: list[Any], found: Found, where: str) -> None:
+    """`cold`: what was found behind the prompt and behind each token of the answer but the last."""
+    found.requests += 1
+    found.prompt_tokens += len(warm.prompt_token_ids)
+    found.cached_tokens += warm.num_cached_tokens
+    close = 2 * TOLERANCES["logits", torch.float32].atol
+    tokens = warm.outputs[0].token_ids
+    for at, (token, behind) in enumerate(zip(tokens, cold, strict=True)):
+        (best, score), (second, next_score) = behind
+        if token == best:
+            found.tokens += 1
+            continue
+        if token != second or score - next_score > close:
+            raise AssertionError(
+                f"{where}: token {at} of {tokens} is {token} from the cache and {best} cold"
+            )
+        found.near_ties += 1
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mix", choices=sorted(ALL_MIXES), action="append")
+    parser.add_argument("--traces", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, help="a line for each part, to go on from")
+    options = parser.parse_args(arguments)
+    for mix in options.mix or ALL_MIXES:
+        print(json.dumps(_whole(mix, options)), flush=True)
+    return 0
+
+
+def _whole(mix: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All traces of a mix, those that are among the results without running them again."""
+    total: Counter[str] = Counter()
+    end = options.seed + options.traces
+    for first in range(options.seed, end, TRACES_AT_ONCE):
+        seeds = range(first, min(first + TRACES_AT_ONCE, end))
+        key = {"mix": mix, "first": seeds.start, "end": seeds.stop}
+        part = _known(options.results, key)
+        if part is None:
+            part = {**key, **asdict(run(mix, seeds))}
+            if options.results is not None:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(part) + "\n")
+        total.update({name: part[name] for name in part.keys() - key.keys()})
+    return {"mix": mix, **total}
+
+
+def _known(results: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
+    if results is None or not results.exists():
+        return None
+    for line in results.read_text().splitlines():
+        part: dict[str, Any] = json.loads(line)
+        if part.items() >= key.items():
+            return part
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_FLAGS := --quiet --disable-pip-version-check --retries 10 --timeout 60
 
-.PHONY: serve test quick check lint types architecture files bench clean
+.PHONY: serve test quick check lint types architecture files generated bench clean
 
 # One file a subject: cache, scheduler, a real engine with adapters, the HTTP routes, the docs.
 QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test_namespaces.py \
@@ -51,6 +51,10 @@ files: $(VENV)/.installed-test
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+
+# The pages of docs/ that are made from code and tests; a test compares them.
+generated: $(VENV)/.installed-test
+	$(BIN)/python -m tools.docs
 
 bench: $(VENV)/.installed
 	$(BIN)/manyroots bench offline --compare transformers $(ARGS)

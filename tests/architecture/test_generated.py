@@ -1,0 +1,10 @@
+"""Generated files of docs/ equal what the code and the tests give now."""
+
+from __future__ import annotations
+
+from tools.docs.pages import stale
+
+
+def test_d02_generated_pages_are_what_the_code_says() -> None:
+    """D02."""
+    assert stale() == [], "run `make generated` and commit the result"

@@ -1,0 +1,1 @@
+"""What builds the docs: pages generated from code and tests, charts, and the site's hook."""

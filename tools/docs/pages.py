@@ -1,0 +1,36 @@
+"""Every generated file below docs/, by the function that gives its text.
+
+`python -m tools.docs` writes them. `tests/architecture/test_generated.py` compares them with the
+code, so that a page never says what the code no longer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tools.docs import ledger
+
+ROOT = Path(__file__).parents[2]
+GENERATED: dict[str, Callable[[], str]] = {
+    "docs/requirement-tests.md": ledger.page,
+}
+
+
+def stale() -> list[str]:
+    """Paths whose file is not what the code gives now."""
+    return [path for path, make in GENERATED.items() if _read(path) != make()]
+
+
+def write() -> list[str]:
+    """Write what is stale; give its paths."""
+    changed = stale()
+    for path in changed:
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / path).write_text(GENERATED[path]())
+    return changed
+
+
+def _read(path: str) -> str | None:
+    file = ROOT / path
+    return file.read_text() if file.exists() else None

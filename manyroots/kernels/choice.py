@@ -23,6 +23,7 @@ class Kernels:
     norm: operations.NormOps
     qk_rope_kv_write: operations.QkRopeKvWriteOps
     attention: operations.AttentionOps
+    latent: operations.LatentOps
     activation: operations.GatedActivationOps
     gemm: operations.GemmOps
     scaled_gemm: operations.ScaledGemmOps

@@ -20,6 +20,7 @@ from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.latent.inputs import KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
@@ -84,6 +85,44 @@ class AttentionOps(Protocol):
         sinks: Tensor | None = None,
         cap: float = 0.0,
     ) -> Tensor: ...
+
+
+class LatentOps(Protocol):
+    def rope_write(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        angles: Any,
+        norm: LatentNorm,
+        pages: Tensor,
+        slot_mapping: SlotMapping,
+        *,
+        is_interleaved: bool,
+    ) -> Tensor: ...
+    def absorb_queries(
+        self, q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+    ) -> Tensor: ...
+    def latent_decode(
+        self,
+        queries: Tensor,
+        pages: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        scale: float,
+        latent: int,
+    ) -> Tensor: ...
+    def expand_values(
+        self, attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+    ) -> Tensor: ...
+    def latent_read(
+        self, pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype
+    ) -> Tensor: ...
+    def attend_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def merge(
+        self, out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class GatedActivationOps(Protocol):

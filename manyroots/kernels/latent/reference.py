@@ -1,0 +1,176 @@
+"""Latent attention, naive: one token and one head at a time, in float32.
+
+Keys and values of a head are products of a token's latent with that head's part of `kv_b_proj`. To
+*absorb* that product is to multiply the query with it instead, so that queries attend to latents
+themselves and what they attended to is multiplied once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.latent.inputs import (
+    KeyPiece,
+    LatentAdapters,
+    LatentNorm,
+    as_fp8_rows,
+    from_fp8_rows,
+)
+from manyroots.kernels.norm.reference import rms_norm
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
+
+
+def rope_write(
+    q: Tensor,
+    kv: Tensor,
+    angles: RopeTable,
+    norm: LatentNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
+    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
+    part rotated alike. `is_interleaved`: whether the two coordinates of a pair are neighbours; what
+    is given and written has them in two halves."""
+    latent = norm.weight.shape[0]
+    rope = kv.shape[1] - latent
+    latents = rms_norm(kv[:, :latent].float(), norm.weight.float(), norm.eps)
+    rotated = _rotate(kv[:, None, latent:].float(), angles, is_interleaved)[:, 0]
+    rows = torch.cat((latents, rotated), dim=1)
+    kept = as_fp8_rows(rows, latent) if pages.dtype is torch.uint8 else rows.to(pages.dtype)
+    for token, (page, offset) in enumerate(
+        zip(slot_mapping.pages.tolist(), slot_mapping.offsets.tolist(), strict=True)
+    ):
+        if page >= 0:
+            pages[page, offset] = kept[token]
+    nope = q.shape[2] - rope
+    parts = (q[..., :nope].float(), _rotate(q[..., nope:].float(), angles, is_interleaved))
+    return torch.cat(parts, dim=2).to(q.dtype)
+
+
+def _rotate(x: Tensor, angles: RopeTable, is_interleaved: bool) -> Tensor:
+    pairs = angles.cos.shape[1]
+    if pairs == 0:
+        return x
+    if is_interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = x[..., :pairs], x[..., pairs:]
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
+    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
+    `kv_b_proj` as weight [heads, nope + v, latent]. The rotated part stays. What adapters add is
+    two small products for each head."""
+    tokens = []
+    for token, own in enumerate(q.float()):
+        pair = _pair(adapters, token, weight)
+        heads = []
+        for head, query in enumerate(own):
+            absorbed = query[:nope] @ weight[head, :nope].float()
+            if pair is not None:
+                a, b = pair
+                absorbed = absorbed + (query[:nope] @ b[head, :nope]) @ a
+            heads.append(torch.cat((absorbed, query[nope:])))
+        tokens.append(torch.stack(heads))
+    return torch.stack(tokens).to(q.dtype)
+
+
+def expand_values(
+    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+) -> Tensor:
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    tokens = []
+    for token, own in enumerate(attended.float()):
+        pair = _pair(adapters, token, weight)
+        heads = []
+        for head, latents in enumerate(own):
+            values = weight[head, nope:].float() @ latents
+            if pair is not None:
+                a, b = pair
+                values = values + b[head, nope:] @ (a @ latents)
+            heads.append(values)
+        tokens.append(torch.stack(heads))
+    return torch.stack(tokens).to(attended.dtype)
+
+
+def _pair(
+    adapters: LatentAdapters | None, token: int, weight: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """A token's own A [rank, latent] and B [heads, nope + v, rank], scaled; None: it has none."""
+    if adapters is None:
+        return None
+    site, slot = adapters.site, int(adapters.rows.slots[token])
+    if slot < 0:
+        return None
+    num_heads, size, latent = weight.shape
+    a_offset, rank, _, _, b_offset = site.table[slot].tolist()
+    if rank == 0:
+        return None
+    a = site.pool[a_offset : a_offset + rank * latent].view(rank, latent).float()
+    b = site.b(b_offset, num_heads * size, rank).reshape(num_heads, size, rank).float()
+    return a * site.scalings[slot, 0], b
+
+
+def latent_decode(
+    queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
+) -> Tensor:
+    """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
+    its first `lengths` tokens; zeros of a row without any. Rows may be tokens of one sequence."""
+    num_rows, num_heads, width = queries.shape
+    out = torch.zeros(num_rows, num_heads, latent, device=queries.device)
+    page_size = pages.shape[1]
+    for row, length in enumerate(lengths.tolist()):
+        if length == 0:
+            continue
+        at = torch.arange(length, device=queries.device)
+        slots = page_table[row, at // page_size].long() * page_size + at % page_size
+        keys = latent_read(pages, slots, latent, width - latent, torch.float32)
+        weights = (queries[row].float() @ keys.t() * scale).softmax(-1)
+        out[row] = weights @ keys[:, :latent]
+    return out.to(queries.dtype)
+
+
+def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    page_size = pages.shape[1]
+    found = pages[slots // page_size, slots % page_size]
+    if pages.dtype is torch.uint8:
+        return from_fp8_rows(found, latent + rope, latent, dtype)
+    return found.to(dtype)
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What queries [tokens, heads, key dim] make of a piece of keys [keys, heads, key dim] and
+    values [keys, heads, value dim]: [tokens, heads, value dim], and logarithms of the sums of
+    exponentials, float32 [tokens, heads]. A query that sees none has 0 and -inf."""
+    out = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
+    sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()
+    for seq, first_seen in enumerate(piece.first_seen.tolist()):
+        begin, end = key_starts[seq : seq + 2]
+        for place, token in enumerate(range(*query_starts[seq : seq + 2])):
+            last = min(begin + first_seen + place + 1, end)
+            if last <= begin:
+                continue
+            for head in range(q.shape[1]):
+                scores = k[begin:last, head].float() @ q[token, head].float() * scale
+                sums[token, head] = scores.logsumexp(0)
+                out[token, head] = scores.softmax(0) @ v[begin:last, head].float()
+    return out.to(q.dtype), sums
+
+
+def merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The same over both pieces' keys."""
+    total = torch.logaddexp(sums, other_sums)
+    safe = torch.where(total == -torch.inf, 0.0, total)
+    parts = ((out, sums), (other, other_sums))
+    weighted = [part.float() * torch.exp(own - safe)[..., None] for part, own in parts]
+    return (weighted[0] + weighted[1]).to(out.dtype), total

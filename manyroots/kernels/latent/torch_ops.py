@@ -1,0 +1,189 @@
+"""Latent attention with torch's own operators: the path of every CPU.
+
+Same signatures as `reference.py`. Decoding rows are gathered in groups of like length. Where a row
+of a group is shorter, its first token stands in for what it lacks, masked: nothing is read that the
+row does not see, so what lies behind a page's last token does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.latent.inputs import (
+    KeyPiece,
+    LatentAdapters,
+    LatentNorm,
+    as_fp8_rows,
+    from_fp8_rows,
+)
+from manyroots.kernels.latent.reference import merge
+from manyroots.kernels.lora_ops.batch import Run
+from manyroots.kernels.norm.torch_ops import rms_norm
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
+from manyroots.kernels.qk_rope_kv_write.torch_ops import RopeRows
+
+__all__ = [
+    "absorb_queries",
+    "attend_piece",
+    "expand_values",
+    "latent_decode",
+    "latent_read",
+    "merge",
+    "rope_write",
+]
+
+MAX_GATHERED = 1 << 22
+"""Numbers that decoding rows gather at once."""
+MAX_SCORES = 1 << 22
+"""Scores that a piece's queries have at once."""
+
+
+def rope_write(
+    q: Tensor,
+    kv: Tensor,
+    angles: RopeRows,
+    norm: LatentNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
+    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
+    part rotated alike."""
+    latent = norm.weight.shape[0]
+    rope = kv.shape[1] - latent
+    nope = q.shape[2] - rope
+    turned = torch.cat((q[..., nope:], kv[:, None, latent:]), dim=1)
+    turned = _rotated(turned, angles, is_interleaved)
+    rows = torch.cat((rms_norm(kv[:, :latent], norm.weight, norm.eps), turned[:, -1]), dim=1)
+    if pages.dtype is torch.uint8:
+        rows = as_fp8_rows(rows, latent)
+    at, places = slot_mapping.pages.long(), slot_mapping.offsets.long()
+    is_kept = at >= 0
+    if not bool(is_kept.all()):
+        at, places, rows = at[is_kept], places[is_kept], rows[is_kept]
+    pages.index_put_((at, places), rows)
+    return torch.cat((q[..., :nope], turned[:, :-1]), dim=2)
+
+
+def _rotated(x: Tensor, angles: RopeRows, is_interleaved: bool) -> Tensor:
+    pairs = angles.sin.shape[-1]
+    if pairs == 0:
+        return x
+    if is_interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+    else:
+        first, second = x[..., :pairs], x[..., pairs:]
+    cos, sin = angles.cos[..., :pairs], angles.sin
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
+    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
+    `kv_b_proj` as weight [heads, nope + v, latent]."""
+    by_head = q[..., :nope].transpose(0, 1)
+    absorbed = torch.bmm(by_head, weight[:, :nope])
+    for run in _runs(adapters):
+        low = run.weights.linears.get(adapters.site) if adapters is not None else None
+        if low is None:
+            continue
+        [part] = low.parts
+        b = part.b.view(low.rank, weight.shape[0], -1)[..., :nope].permute(1, 2, 0)
+        shrunk = torch.bmm(by_head[:, run.tokens], b)
+        absorbed[:, run.tokens] += torch.matmul(shrunk, low.a)
+    return torch.cat((absorbed.transpose(0, 1), q[..., nope:]), dim=2)
+
+
+def expand_values(
+    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+) -> Tensor:
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    by_head = attended.transpose(0, 1)
+    values = torch.bmm(by_head, weight[:, nope:].transpose(1, 2))
+    for run in _runs(adapters):
+        low = run.weights.linears.get(adapters.site) if adapters is not None else None
+        if low is None:
+            continue
+        [part] = low.parts
+        b = part.b.view(low.rank, weight.shape[0], -1)[..., nope:].transpose(0, 1)
+        values[:, run.tokens] += torch.bmm(torch.matmul(by_head[:, run.tokens], low.a.t()), b)
+    return values.transpose(0, 1)
+
+
+def _runs(adapters: LatentAdapters | None) -> tuple[Run, ...]:
+    if adapters is None:
+        return ()
+    assert adapters.rows.batch is not None, "these rows were not prepared by the torch set"
+    return adapters.rows.batch.runs
+
+
+def latent_decode(
+    queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
+) -> Tensor:
+    """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
+    its first `lengths` tokens; zeros of a row without any."""
+    width, page_size = queries.shape[2], pages.shape[1]
+    out = queries.new_zeros(*queries.shape[:2], latent)
+    lens, order = lengths.sort(descending=True)
+    longest = lens.tolist()
+    first, count = 0, len(longest) - longest.count(0)
+    while first < count:
+        last = min(count, first + max(1, MAX_GATHERED // (longest[first] * width)))
+        rows, own = order[first:last], lens[first:last, None]
+        at = torch.arange(longest[first], device=pages.device)[None]
+        is_seen = at < own
+        at = torch.where(is_seen, at, 0)
+        slots = page_table[rows].gather(1, at // page_size) * page_size + at % page_size
+        keys = latent_read(pages, slots.flatten(), latent, width - latent, queries.dtype)
+        keys = keys.view(last - first, 1, -1, width)
+        mask = is_seen[:, None, None] if longest[first] != longest[last - 1] else None
+        attended = F.scaled_dot_product_attention(
+            queries[rows][:, None], keys, keys, attn_mask=mask, scale=scale
+        )
+        out[rows] = attended[:, 0, :, :latent]
+        first = last
+    return out
+
+
+def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    page_size = pages.shape[1]
+    found = pages[slots // page_size, slots % page_size]
+    if pages.dtype is torch.uint8:
+        return from_fp8_rows(found, latent + rope, latent, dtype)
+    return found.to(dtype)
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What queries [tokens, heads, key dim] make of a piece of keys and values, and logarithms of
+    the sums of exponentials; blocks of queries, so that their scores are bounded."""
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()
+    for seq, first_seen in enumerate(piece.first_seen.tolist()):
+        begin, end = key_starts[seq : seq + 2]
+        if begin == end:
+            continue
+        first, stop = query_starts[seq : seq + 2]
+        block = max(1, MAX_SCORES // ((end - begin) * q.shape[1]))
+        for start in range(first, stop, block):
+            rows = slice(start, min(start + block, stop))
+            num_seen = min(end - begin, first_seen + rows.stop - first)
+            if num_seen <= 0:
+                continue
+            keys = slice(begin, begin + num_seen)
+            scores = torch.matmul(q[rows].transpose(0, 1), k[keys].permute(1, 2, 0)).float()
+            scores *= scale
+            seen = torch.arange(rows.start, rows.stop, device=q.device) - first + first_seen
+            hidden = torch.arange(num_seen, device=q.device) > seen[:, None]
+            scores.masked_fill_(hidden, -torch.inf)
+            total = scores.logsumexp(-1)
+            sums[rows] = total.t()
+            weights = torch.exp(scores - total.clamp(min=-1e30)[..., None]).to(v.dtype)
+            out[rows] = torch.matmul(weights, v[keys].transpose(0, 1)).transpose(0, 1)
+    return out, sums

@@ -186,10 +186,10 @@ def test_r05_nothing_is_unpickled() -> None:
 
 
 def test_the_engine_runs_where_there_is_no_web_stack() -> None:
-    """The engine below the HTTP layer imports with msgspec, ZMQ, the web stack and llguidance
-    absent."""
+    """The engine below the HTTP layer imports with msgspec, ZMQ, the web stack, llguidance and
+    RE2 absent."""
     # Not h11: transformers brings it along for its downloads.
-    blocked = sorted((WEB_STACK | WIRE | {"gguf", "openai", "rich", "llguidance"}) - {"h11"})
+    blocked = sorted((WEB_STACK | WIRE | {"gguf", "openai", "rich", "llguidance", "re2"}) - {"h11"})
     code = f"""
 import sys
 for name in {blocked!r}:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Generic, TypeVar
-
-import re2
 
 from manyroots.errors import AdapterError
 
@@ -27,14 +26,22 @@ _MAX_NAMED = 6
 _MAX_STEPS = 300_000_000
 """Of expressions: characters of names times instructions of programs; 15 seconds at worst. Counted,
 not timed, so that an adapter is served or refused on every machine alike."""
-_OPTIONS = re2.Options()
-_OPTIONS.max_mem = 8 << 20
-_OPTIONS.log_errors = False
-_OPTIONS.never_capture = True
+_MAX_RE2_BYTES = 8 << 20
 
 
 class Refused(ValueError):  # noqa: N818 - a reason that the caller puts into its own error
     """Why an expression is not taken."""
+
+
+@cache
+def _options() -> Any:
+    import re2
+
+    options = re2.Options()
+    options.max_mem = _MAX_RE2_BYTES
+    options.log_errors = False
+    options.never_capture = True
+    return options
 
 
 class _Expressions:
@@ -45,8 +52,10 @@ class _Expressions:
         self._size = self._num_steps = 0
 
     def add(self, index: int, expression: str) -> None:
+        import re2  # few adapters have expressions; the others need no RE2
+
         try:
-            compiled = re2.compile(_in_re2(expression), _OPTIONS)
+            compiled = re2.compile(_in_re2(expression), _options())
         except re2.error as error:
             words = error.args[0]
             words = words.decode(errors="replace") if isinstance(words, bytes) else str(words)

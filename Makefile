@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_FLAGS := --quiet --disable-pip-version-check --retries 10 --timeout 60
 
-.PHONY: serve test quick check lint types architecture files generated bench clean
+.PHONY: serve test quick check lint types architecture files generated docs bench clean
 
 # One file a subject: cache, scheduler, a real engine with adapters, the HTTP routes, the docs.
 QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test_namespaces.py \
@@ -56,6 +56,12 @@ files: $(VENV)/.installed-test
 generated: $(VENV)/.installed-test
 	$(BIN)/python -m tools.docs
 
+# The site, in site/; a dead link or a page outside the navigation is an error. Not --quiet: strict
+# counts only the warnings that are shown.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+
 bench: $(VENV)/.installed
 	$(BIN)/manyroots bench offline --compare transformers $(ARGS)
 
@@ -68,5 +74,9 @@ $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
 	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[test]'
 	touch $@
 
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/.installed
+	$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.docs import ledger
+from tools.docs import errors, flags, http, ledger, metrics, python_api
 
 ROOT = Path(__file__).parents[2]
 GENERATED: dict[str, Callable[[], str]] = {
+    "docs/reference/errors.md": errors.page,
+    "docs/reference/flags.md": flags.page,
+    "docs/reference/http.md": http.page,
+    "docs/reference/metrics.md": metrics.page,
+    "docs/reference/python.md": python_api.page,
     "docs/requirement-tests.md": ledger.page,
 }
 

@@ -62,7 +62,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze = _unfreeze
-    gc.unfreeze()
+    gc.freeze()  # or the end of the process would look through all of it five times
 
 
 GIB_PER_PROCESS = 1.5

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes, tree_of
+
 TESTS = Path(__file__).parents[1]
-FILES = sorted(TESTS.rglob("*.py"))
+FILES = {path.relative_to(TESTS).as_posix(): path for path in sorted(TESTS.rglob("*.py"))}
 TORCH_DRAWS = {
     "bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like", "randn",
     "randn_like", "randperm", "bernoulli_", "exponential_", "normal_", "random_", "uniform_",
 }  # fmt: skip
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def found_by(check: Callable[[ast.Module], Iterable[str]]) -> list[str]:
+    """What a check finds in any file of the tests."""
+    return [f"{name}: {fault}" for name, path in FILES.items() for fault in check(tree_of(path))]
 
 
 def problems(tree: ast.Module) -> Iterator[str]:
     """Where something is drawn from a source that nobody has seeded just before."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
             if "hypothesis" in {str(name).partition(".")[0] for name in names}:
                 yield f"line {node.lineno}: hypothesis draws as it likes; use tests.helpers.seeded"
-    for scope in ast.walk(tree):
+    for scope in nodes(tree):
         if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
             yield from unseeded(list(calls_of(scope)))
 
@@ -63,10 +64,9 @@ def unseeded(calls: list[ast.Call]) -> Iterator[str]:
             yield f"line {call.lineno}: {name} without a generator or torch.manual_seed before it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
+def test_r06_whatever_a_test_draws_has_a_seed_of_its_own() -> None:
     """R06."""
-    assert list(problems(tree_of(path))) == []
+    assert found_by(problems) == []
 
 
 SHORT_S = 100
@@ -87,7 +87,7 @@ def short_waits(tree: ast.Module) -> Iterator[str]:
         for target in node.targets
         if isinstance(target, ast.Name) and target.id != AT_ONCE
     }
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+    for call in (node for node in nodes(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
         if name in OF_HTTPX and not limits and "transport" not in {k.arg for k in call.keywords}:
@@ -104,7 +104,7 @@ def short_waits(tree: ast.Module) -> Iterator[str]:
 
 def held_against_the_clock(tree: ast.Module) -> Iterator[str]:
     """Where a test asserts that something took less than so long on this machine."""
-    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assert)):
+    for node in (each for each in nodes(tree) if isinstance(each, ast.Assert)):
         for compare in (each for each in ast.walk(node.test) if isinstance(each, ast.Compare)):
             sides = [compare.left, *compare.comparators]
             is_taken = any(
@@ -119,11 +119,9 @@ def held_against_the_clock(tree: ast.Module) -> Iterator[str]:
                 yield f"line {node.lineno}: {ast.unparse(compare)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_r06_what_must_happen_is_waited_for_patiently(path: Path) -> None:
+def test_r06_what_must_happen_is_waited_for_patiently() -> None:
     """R06: with `tests.helpers.patience`, or as long; and no clock on the wall decides."""
-    tree = tree_of(path)
-    assert [*short_waits(tree), *held_against_the_clock(tree)] == []
+    assert [*found_by(short_waits), *found_by(held_against_the_clock)] == []
 
 
 TIERS = {"num_host_pages", "kv_storage", "kv_offloading_size"}
@@ -139,27 +137,25 @@ MEASURED = {
 def measured_tiers(tree: ast.Module) -> bool:
     """Whether engines load from tiers if this machine was quick enough so far, which on a busy one
     they are not."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes(tree) if isinstance(node, ast.Call)]
     names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
     said = {keyword.arg for call in calls for keyword in call.keywords}
     said |= {
         str(key.value).replace("-", "_")
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Dict)
         for key in node.keys
         if isinstance(key, ast.Constant)
     }
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used = {node.id for node in nodes(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in nodes(tree) if isinstance(node, ast.Attribute)}
     return bool(TIERS & said and ENGINES & names and not QUICK & used)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_r06_whether_a_tier_is_used_is_not_measured(path: Path) -> None:
+def test_r06_whether_a_tier_is_used_is_not_measured() -> None:
     """R06: with `tests.helpers.quick_tiers`. Checks on a GPU are no part of `make test`."""
-    name = path.relative_to(TESTS).as_posix()
-    is_measured = measured_tiers(tree_of(path))
-    assert is_measured == (name in MEASURED) or name.startswith("gpu/")
+    found = {name for name, path in FILES.items() if measured_tiers(tree_of(path))}
+    assert {name for name in found if not name.startswith("gpu/")} == MEASURED.keys()
 
 
 def test_the_check_sees_measured_tiers() -> None:
@@ -179,17 +175,16 @@ PROBED = {
 
 def probed_ports(tree: ast.Module) -> Iterator[str]:
     """Where a free port is looked for, to be opened later by somebody else."""
-    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Call)):
+    for node in (each for each in nodes(tree) if isinstance(each, ast.Call)):
         is_bound = ast.unparse(node.func).rpartition(".")[2] in ("create_server", "bind")
         if is_bound and node.args and re.fullmatch(r"\(.*, 0\)", ast.unparse(node.args[0])):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
-def test_r06_ports_are_opened_by_who_chooses_them(path: Path) -> None:
+def test_r06_ports_are_opened_by_who_chooses_them() -> None:
     """R06: between a look and the opening another test's server may take it."""
-    found = list(probed_ports(tree_of(path)))
-    assert bool(found) == (path.relative_to(TESTS).as_posix() in PROBED), found
+    found = found_by(probed_ports)
+    assert {fault.partition(":")[0] for fault in found} == PROBED.keys(), found
 
 
 def test_the_check_sees_short_waits() -> None:

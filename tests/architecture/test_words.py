@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.syntax import nodes, tree_of
+
 PACKAGE = Path(__file__).parents[2] / "manyroots"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -62,7 +64,7 @@ GIVEN_UP = {
 
 def classes(path: Path) -> list[str]:
     """The public classes that a file defines, at any depth."""
-    found = [n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    found = [n.name for n in nodes(tree_of(path)) if isinstance(n, ast.ClassDef)]
     return [name for name in found if not name.startswith("_")]
 
 
@@ -70,7 +72,7 @@ def aliases(path: Path) -> dict[str, str]:
     """The public names for types at the top of a file (`Rows = Tensor | Fp8Rows`), with what they
     stand for. Type variables mean nothing outside of a signature."""
     found = {}
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and isinstance(target := node.targets[0], ast.Name):
             is_camel = re.fullmatch(r"[A-Z]+[A-Za-z0-9]*[a-z][A-Za-z0-9]*", target.id)
             value = ast.unparse(node.value)
@@ -83,7 +85,7 @@ def aliases(path: Path) -> dict[str, str]:
 def names(path: Path) -> frozenset[str]:
     """Every identifier in a file's code, which is read once for all words."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(tree_of(path)):
         for field in ("id", "attr", "name", "asname", "arg", "module"):
             value = getattr(node, field, None)
             if isinstance(value, str):

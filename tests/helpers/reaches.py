@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.helpers.syntax import nodes, tree_of
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = tuple[str, str]
 """A module of the tests, and a name at its top level."""
@@ -64,9 +66,9 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
             yield from (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Local and dotted names, of imports at any depth."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.split(".")[0]
@@ -86,7 +88,7 @@ class Sources:
         self._by_module: dict[str, Source] = {}
         for path in sorted(root.rglob("*.py")):
             file = path.relative_to(root).as_posix()
-            source = Source(self._module(file), ast.parse(path.read_text()))
+            source = Source(self._module(file), tree_of(path))
             self.sources[file] = self._by_module[source.module] = source
         self._next: dict[Definition, set[Definition | str]] = {}
 

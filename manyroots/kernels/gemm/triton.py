@@ -349,16 +349,21 @@ def linear(
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     # Of FP8, rows are twice as many; adapters' tiles are as those of a plain weight.
     least = 8 if operands.scaled > 0 and not num_parts else 16
+    block_m = max(least, triton.next_power_of_2(num_rows))
+    num_stages = tiling.num_stages
+    if x.itemsize > 2:  # tilings are made for bfloat16; fewer stages of float32 rows fit
+        stage = tiling.block_k * (block_m * x.itemsize + tiling.block_n * weight.itemsize)
+        num_stages = min(num_stages, triton_hopper.SHARED_BYTES // stage)
     _linear[grid](
         x, *operands.rows, x if squares is None else squares, num_pieces, *operands.weight,
         x if bias is None else bias, out, *adapters, num_rows, n_size, k_size, eps, width,
         lora_tiles, SCALED=operands.scaled, GROUP=operands.group, PRECISE=num_rows <= FEW_ROWS,
         HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
-        BLOCK_M=max(least, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
+        BLOCK_M=block_m, BLOCK_N=tiling.block_n, BLOCK_K=tiling.block_k,
+        EVEN_K=k_size % tiling.block_k == 0,
         LINES=max(1, tiling.block_k * weight.itemsize // CACHE_LINE_BYTES),
-        num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
+        num_stages=num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
 

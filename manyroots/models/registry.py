@@ -12,6 +12,7 @@ from manyroots.models.architecture import Architecture, ConfigType
 from manyroots.models.fields import Field
 
 _FILES = (
+    "deepseek",
     "falcon_h1",
     "gemma2",
     "gemma3",

@@ -49,9 +49,12 @@ RECURRENT = (
     "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a",
 )  # fmt: skip
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTERS = {
-    "all": Recipe(rank=8, modules=(*ATTENTION, *BLOCK, *RECURRENT), seed=1),
-    "few": Recipe(rank=3, modules=("q_proj", "down_proj", *RECURRENT), alpha=4, seed=2),
+    "all": Recipe(rank=8, modules=(*ATTENTION, *LATENT, *BLOCK, *RECURRENT), seed=1),
+    "few": Recipe(
+        rank=3, modules=("q_proj", "kv_b_proj", "down_proj", *RECURRENT), alpha=4, seed=2
+    ),
     "ends": Recipe(rank=5, modules=(*ATTENTION, "out_proj", "embed_tokens", "lm_head"), seed=3),
 }
 """Modules that a model has not are left out."""
@@ -78,6 +81,11 @@ MIXES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
     ),
 }
+LATENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "latents": ("deepseek-v2-lite", {}),
+    "latents and groups": ("deepseek-v2", {}),
+    "latents and sigmoids": ("deepseek-v3", {}),
+}
 RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),
     "delta nets": ("qwen3.5", {}),
@@ -87,7 +95,7 @@ RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba beside attention": ("falcon-h1", {}),
 }
 """A kind of tiny model for each mix of families."""
-ALL_MIXES = {**MIXES, **RECURRENT_MIXES}
+ALL_MIXES = {**MIXES, **LATENT_MIXES, **RECURRENT_MIXES}
 
 KV_BYTES_SHARE = 0.28
 """What the warm engine has of the memory that four conversations of full length would take: little

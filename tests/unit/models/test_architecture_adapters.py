@@ -23,6 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4-moe": {},
     "gemma2": {},
     "nemotron-h": {},
+    "deepseek-v2": {},
+    "deepseek-v2-lite": {},
+    "deepseek-v3": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {

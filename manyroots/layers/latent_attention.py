@@ -79,7 +79,8 @@ class LatentAttention:
         if self._q_norm is None:
             q, kv = self.q(x, step), both
         else:
-            latent_q, kv = both.split([len(self._q_norm), both.shape[1] - len(self._q_norm)], 1)
+            rank = len(self._q_norm)
+            latent_q, kv = both[:, :rank], both[:, rank:]
             normed = self._kernels.norm.rms_norm(
                 latent_q.contiguous(), self._q_norm, self._spec.norm_eps
             )
@@ -139,7 +140,7 @@ class LatentAttention:
         rows = self._kernels.latent.latent_read(
             pages, piece.slots, memory.latent, memory.rope, self._dtype
         )
-        latents, rotated = rows.split([memory.latent, memory.rope], 1)
+        latents, rotated = rows[:, : memory.latent], rows[:, memory.latent :]
         both = self.kv_b.of(latents.contiguous(), lora).finished(self._kernels).to(self._dtype)
         both = both.view(len(both), spec.num_heads, -1)
         shared = rotated[:, None].expand(-1, spec.num_heads, -1)

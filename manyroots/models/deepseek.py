@@ -112,7 +112,7 @@ def blocks(text: Any, dense: DenseSpec, sparse: SharedSpec) -> list[BlockSpec]:
     """A few dense ones first."""
     count = text.num_hidden_layers
     num_dense = min(text.first_k_dense_replace, count)
-    return [dense] * num_dense + [sparse] * (count - num_dense)
+    return [dense if index < num_dense else sparse for index in range(count)]
 
 
 def sigmoid_experts(reader: ConfigReader) -> SharedSpec:

@@ -67,7 +67,7 @@ def within_groups(scores: Tensor, groups: ExpertGroups | None, *, by_best_two: b
     counts as much as its best expert, or as its best two together."""
     if groups is None:
         return scores
-    by_group = scores.unflatten(1, (groups.count, -1))
+    by_group = scores.view(len(scores), groups.count, -1)
     size = min(2 if by_best_two else 1, by_group.shape[2])
     best = by_group.topk(size, dim=-1).values.sum(-1)
     _, chosen = _largest(best, groups.chosen)

@@ -72,7 +72,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "routing", "simulate", "text", "api", "observe", "grammar", "conformance",
+    "scheduler", "cache", "lora", "routing", "simulate", "text", "api", "observe", "grammar",
+    "conformance",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

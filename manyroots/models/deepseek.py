@@ -7,7 +7,10 @@ alone. Either may choose groups of experts first. V2-Lite has no latent of its q
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Scoring
@@ -24,14 +27,23 @@ from manyroots.models.architecture import (
     COMMON,
     Architecture,
     ConfigType,
+    Tensors,
     Values,
     check_whole_heads,
     fill_kv_heads,
+    renamed,
 )
 from manyroots.models.fields import FLAG, MAX_SIDE, whole
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.experts import per_expert
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
+_OF_IMAGES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
+_TEXT_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+}
 NORM_EPS = 1e-6
 """Of the latents' norms, whatever the config says of the others."""
 
@@ -57,7 +69,7 @@ def describe_v3(reader: ConfigReader) -> ModelSpec:
 
 
 def latent_model(
-    reader: ConfigReader, feed_forward: list[BlockSpec], *, is_interleaved: bool
+    reader: ConfigReader, feed_forward: Sequence[BlockSpec], *, is_interleaved: bool
 ) -> ModelSpec:
     """Latent attention in every layer, with these feed-forward blocks."""
     mixer = latent_attention(reader.text, is_interleaved=is_interleaved)
@@ -176,6 +188,12 @@ def expert_groups(text: Any) -> ExpertGroups | None:
     return None if count == chosen else ExpertGroups(count, chosen)
 
 
+def of_text(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Of a model that also sees, the text model's tensors under its own names."""
+    own = ((name, tensor) for name, tensor in weights if not name.startswith(_OF_IMAGES))
+    return per_expert(renamed(_TEXT_NAMES)(own))
+
+
 def finish(values: Values) -> None:
     """The rotated part is what rotations know as a head."""
     fill_kv_heads(values)
@@ -268,5 +286,11 @@ ARCHITECTURES = {
     ),
     "DeepseekV3ForCausalLM": Architecture(
         {"deepseek_v3": _V3, "kimi_k2": _V3}, describe_v3, has_drafting_layers=True
+    ),
+    "KimiK25ForConditionalGeneration": Architecture(
+        {"kimi_k25": ConfigType({"tie_word_embeddings": True}, text="deepseek_v3")},
+        describe_v3,
+        of_text,
+        has_drafting_layers=True,
     ),
 }

@@ -85,6 +85,8 @@ LATENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "latents": ("deepseek-v2-lite", {}),
     "latents and groups": ("deepseek-v2", {}),
     "latents and sigmoids": ("deepseek-v3", {}),
+    "latents and few groups": ("glm4-moe-lite", {}),
+    "latents and dense blocks": ("minicpm3", {}),
 }
 RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),

@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek-v2": {},
     "deepseek-v2-lite": {},
     "deepseek-v3": {},
+    "glm4-moe-lite": {},
+    "minicpm3": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {

@@ -20,6 +20,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -30,6 +32,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -160,6 +164,13 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 7,
 }
 LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+LATENT_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 6,
+    "short_factor": [1.0, 1.0, 1.25],
+    "long_factor": [1.0, 1.5, 4.0],
+}
 DEEPSEEK: dict[str, Any] = {
     **LATENT,
     "moe_intermediate_size": 20,
@@ -334,6 +345,14 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         DeepseekV3Config, DeepseekV3ForCausalLM,
         {**DEEPSEEK, "num_mtp_layers": 0, "attention_bias": True, "rope_interleave": False,
          "norm_topk_prob": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (
+        Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM,
+        {**DEEPSEEK, "n_shared_experts": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "minicpm3": (
+        MiniCPM3Config, MiniCPM3ForCausalLM,
+        {**LATENT, "scale_emb": 3, "dim_model_base": 24, "rope_parameters": LATENT_LONGROPE},
     ),
     "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),

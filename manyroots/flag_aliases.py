@@ -205,8 +205,7 @@ ACCEPTED: dict[str, Accepted] = {
 
 MISSING: dict[str, str] = {
     "--adapter-patience-steps": "use --adapter-quantum-steps: how long an adapter runs",
-    "--speculative-config": "there is no speculative decoding here; remove it",
-    "--speculative-algorithm": "there is no speculative decoding here; remove it",
+    "--speculative-algorithm": 'use --speculative-config \'{"method": "suffix"}\'',
     "--kv-transfer-config": "there is no transfer between engines here; remove it",
     "--enable-hierarchical-cache": "the server has no host tier yet; remove it",
     "--download-dir": "set HF_HOME for hub downloads, or give the model's folder",

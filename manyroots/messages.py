@@ -350,6 +350,17 @@ class SelfCheckStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Guessed tokens since start."""
+
+    total_drafts: int
+    total_draft_tokens: int
+    total_accepted_tokens: int
+    accepted_by_place: tuple[int, ...]
+    """By place in a draft, how often its token was right."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTime:
     """An adapter was brought nearer: read from storage to the host, or loaded to the device."""
 
@@ -393,6 +404,8 @@ class Stats:
     """Of those: from storage."""
     self_check: SelfCheckStats | None = None
     """None without --kv-check-share."""
+    speculation: SpeculationStats | None = None
+    """None without --speculative-config."""
     num_host_pages: int = 0
     num_cached_host_pages: int = 0
     num_paused: int = 0

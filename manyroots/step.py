@@ -24,6 +24,9 @@ Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
+MAX_STEP_DRAFT_TOKENS = 64
+"""Guesses that one step may check, of all its rows: a sampler keeps room for so many positions."""
+
 LoadId = NewType("LoadId", int)
 """One load from the intent to its answer; never used again."""
 
@@ -165,6 +168,19 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class RowDraft:
+    """Guessed tokens of one row, computed after its known ones and checked by the same step.
+
+    Each position is sampled from its own logits, with the random number of its index. A guess is
+    accepted while it equals the token sampled at its position; what follows is void.
+    """
+
+    row: Row
+    tokens: Int32s
+    """At least one. None of them ends the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One forward pass: who arrives, which tables grow, how many tokens each row computes.
 
@@ -179,9 +195,13 @@ class Plan:
     rows: Int32s
     """Rows that compute in this step, each at most once."""
     num_tokens: Int32s
-    """For each of `rows`, how many tokens it computes next."""
+    """For each of `rows`, how many tokens it computes next, its draft included."""
     samples: Bools
     """For each of `rows`, whether its last computed position yields a new token."""
+    drafts: tuple[RowDraft, ...] = ()
+    """Of some rows that sample. No plan is launched between such a plan and its result. Then a row
+    has computed its known tokens and the accepted guesses. A row with a recurrent state, of which
+    a guess was wrong, has computed nothing in this step: its state is what it was before."""
     copies: tuple[Copy, ...] = ()
     adapters: tuple[AdapterIntent, ...] = ()
     """Carried out in this order. A slot named in a load is used by no launched step, and no step
@@ -221,7 +241,11 @@ class StepResult:
 
     step_id: StepId
     tokens: Int32s
-    """One token per sampling row, in the order of the plan."""
+    """One token per sampling row, in the order of the plan: the newest of its tokens."""
+    num_accepted: dict[Row, int] = field(default_factory=dict)
+    """For rows with a draft, how many of its tokens come before the one in `tokens`."""
+    draft_logprobs: dict[Row, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    """For rows with a draft that asked for logprobs: those of the accepted tokens."""
     logprobs: dict[Row, TokenLogprobs] = field(default_factory=dict)
     """For sampling rows that asked for them."""
     prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -228,7 +228,12 @@ class PrefixCache:
     ) -> Extension | Refusal:
         """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
         To be followed by `accept`."""
-        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
+        num_leases = len(self.open_leases)
+        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id, num_leases)
+
+    def most_drafts(self, num_sure: int) -> int:
+        """How many guesses may follow so many sure tokens."""
+        return self._growth.most_drafts(num_sure)
 
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
@@ -284,8 +289,9 @@ class PrefixCache:
 
     def accept(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Of what step `step_id` computed over drafts, the first `num_tokens` of `tokens` are
-        right: publish what is full. The lease goes on from there, with whatever tokens."""
-        lease.num_sure_tokens = None
+        right: publish what is full, and give back the pages after them. The lease goes on from
+        there, with whatever tokens."""
+        self._growth.rewind(lease, num_tokens)
         self.commit(lease, tokens, num_tokens, step_id)
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:

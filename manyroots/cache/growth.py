@@ -17,6 +17,9 @@ from manyroots.cache.publishing import Publisher
 from manyroots.cache.states import States
 from manyroots.ids import StepId
 
+MOST_DRAFTS = 1 << 20
+"""As many as anybody wants."""
+
 
 class Growth:
     """Gives leases units of every family, for one step at a time."""
@@ -91,20 +94,45 @@ class Growth:
         return tuple(zip(first, units, strict=True))
 
     def draft(
-        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
+        self,
+        lease: Lease,
+        num_computed: int,
+        num_sure: int,
+        num_tokens: int,
+        step_id: StepId,
+        num_leases: int,
     ) -> Extension | Refusal:
         """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
 
-        To be followed by `accept`. Families that can't go back refuse.
-        Nothing is taken back later: units behind what is accepted stay in the lease's tables, to be
-        written again, and a window keeps all that it needs from `num_computed` on.
+        To be followed by `accept`. Families that can't go back refuse. A window keeps all that it
+        needs from `num_computed` on. Guesses never take the last pages, which rows that are sure
+        of their tokens may need.
         """
         if self._stateful:
             return Refusal.CANNOT_REWIND
+        needs = self._needs(lease, num_tokens)
+        for family, need in enumerate(needs):
+            if need and need + num_leases > self._index.pools[family].num_available:
+                return Refusal.NO_ROOM
         extension = self.extend(lease, num_computed, num_tokens, step_id)
         if not isinstance(extension, Refusal):
             lease.num_sure_tokens = num_sure
         return extension
+
+    def most_drafts(self, num_sure: int) -> int:
+        """How many guesses may follow so many sure tokens."""
+        return 0 if self._stateful else MOST_DRAFTS
+
+    def rewind(self, lease: Lease, num_tokens: int) -> None:
+        """Of what a step computed over guesses, only the first `num_tokens` are right: give back
+        the units after them."""
+        lease.num_sure_tokens = None
+        num_pages = self._pages_for(num_tokens)
+        for plane in self._paged:
+            units = lease.shrink(plane.index, num_pages)
+            if len(units):
+                self._index.pools[plane.index].drop(units)
+        lease.num_covered_tokens = num_pages * self._page_size
 
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.

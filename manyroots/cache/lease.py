@@ -125,6 +125,14 @@ class Lease:
         room[first:end] = units
         self.tables[family] = room[:end]
 
+    def shrink(self, family: int, num_pages: int) -> Units:
+        """Cut a table to so many pages; gives the units after them."""
+        table = self.tables[family]
+        units: Units = table[num_pages:].copy()
+        if len(units):
+            self.tables[family] = table[:num_pages]
+        return units
+
     def grow_by_one(self, family: int, unit: int) -> None:
         """As `grow`, for what happens most."""
         first, room = len(self.tables[family]), self._rooms[family]

@@ -19,12 +19,12 @@ from manyroots.step import (
     Arrival,
     Bools,
     Copy,
-    CopyDone,
     DropAdapter,
     Int32s,
     LoadAdapter,
     NewPages,
     Plan,
+    RowDraft,
 )
 
 
@@ -36,12 +36,10 @@ class RankMessageKind(enum.Enum):
     START = b"s"
     PLAN = b"p"
     DROP = b"d"
-    FORGET = b"g"
     CLOSE = b"q"
     # to the first rank
     LOADED = b"l"
     ADAPTER = b"a"
-    COPY = b"c"
     FAILED = b"f"
 
 
@@ -95,6 +93,7 @@ class _Plan:
     rows: Int32s
     num_tokens: Int32s
     samples: Bools
+    drafts: tuple[RowDraft, ...]
     copies: tuple[Copy, ...]
     adapters: tuple[_Intent, ...]
     waits: bool
@@ -105,11 +104,9 @@ _TYPES: dict[RankMessageKind, Any] = {
     RankMessageKind.START: StartSteps,
     RankMessageKind.PLAN: _Plan,
     RankMessageKind.DROP: DropAdapter,
-    RankMessageKind.FORGET: tuple[bytes, ...],
     RankMessageKind.CLOSE: None,
     RankMessageKind.LOADED: Loaded,
     RankMessageKind.ADAPTER: AdapterLoaded,
-    RankMessageKind.COPY: CopyDone,
     RankMessageKind.FAILED: str,
 }
 _FIELDS = tuple(field.name for field in fields(_Plan) if field.name != "adapters")

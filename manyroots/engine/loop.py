@@ -320,6 +320,9 @@ class EngineLoop:
             self._take_grammars(self._compiles)
         if self._directory is not None:
             self._gathered.outputs.extend(self._directory.poll())
+        if self._launched and self._scheduler.awaits_result:
+            # What is told of it is sent on while the next step runs.
+            self._finish_oldest()
         plan = None if self._is_paused or self._asked else self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)

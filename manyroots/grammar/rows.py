@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Masks = npt.NDArray[np.int32]
+TokenIds = npt.NDArray[np.int32]
+_NO_TOKENS: TokenIds = np.empty(0, np.int32)
 _ALL = -1
 """Every bit of a word."""
 _NOTHING_LEFT = (
@@ -85,19 +87,28 @@ class GrammarRows:
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def masks(self, known: Mapping[int, npt.NDArray[np.int32]]) -> tuple[Masks, dict[int, str]]:
+    def masks(
+        self, known: Mapping[int, TokenIds], guesses: Mapping[int, TokenIds] | None = None
+    ) -> tuple[Masks, dict[int, str]]:
         """A mask for each row, in the order of `known`, which has all of its tokens so far; and the
-        reasons of rows that have none."""
-        masks = np.full((len(known), self._num_words), _ALL, np.int32)
+        reasons of rows that have none. After the mask of a row with `guesses` come the masks behind
+        each guess. Where a guess is not allowed, or nothing can follow it, those allow nothing."""
+        guesses = guesses or {}
+        num_masks = len(known) + sum(map(len, guesses.values()))
+        masks = np.full((num_masks, self._num_words), _ALL, np.int32)
         failures: dict[int, str] = {}
-        for place, (row, tokens) in enumerate(known.items()):
-            mine = self._rows[row]
+        place = 0
+        for row, tokens in known.items():
+            mine, guessed = self._rows[row], guesses.get(row, _NO_TOKENS)
             reason = _follow(mine, tokens, masks, place)
             if reason is None:
                 reason = _narrow(mine, tokens, masks[place].view(np.uint32))
             if reason is not None:
                 failures[row] = reason
                 masks[place] = _ALL
+            elif len(guessed):
+                _look_ahead(mine, tokens, guessed, masks[place : place + 1 + len(guessed)])
+            place += 1 + len(guessed)
         return masks, failures
 
 
@@ -117,6 +128,32 @@ def _follow(
         if strings is None or not strings.fill(mine.matcher, tokens, mask):
             fill_next_token_bitmask(mine.matcher, masks, place)
     return _reason(mine.matcher) if mine.matcher.is_error() else None
+
+
+def _look_ahead(mine: _RowGrammar, tokens: TokenIds, guessed: TokenIds, masks: Masks) -> None:
+    """Fill in the masks behind each guess, given the one before the first, and go back."""
+    from llguidance.numpy import fill_next_token_bitmask
+
+    behind, matcher, num_taken = masks[1:], mine.matcher, 0
+    behind[:] = 0
+    for place, token in enumerate(guessed.tolist()):
+        if not masks[place, token // 32] >> token % 32 & 1:
+            break
+        if matcher is not None:
+            if not matcher.consume_token(token) or matcher.is_error():
+                break
+            num_taken += 1
+            fill_next_token_bitmask(matcher, behind, place)
+            if matcher.is_error():
+                break
+        else:
+            behind[place] = _ALL
+        so_far = np.concatenate((tokens, guessed[: place + 1]))
+        if _narrow(mine, so_far, behind[place].view(np.uint32)) is not None:
+            behind[place] = 0
+            break
+    if matcher is not None and num_taken:
+        matcher.rollback(num_taken)
 
 
 def _narrow(

@@ -17,7 +17,6 @@ from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.layers.spec import (
     AttentionSpec,
     DeltaSpec,
-    LatentSpec,
     MambaSpec,
     MixerSpec,
     ShortConvSpec,
@@ -66,7 +65,7 @@ def _why_not(mixer: MixerSpec) -> str | None:
             sides = {"key": mixer.key_dim, "value": mixer.value_dim}
         case MambaSpec():
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
-        case ShortConvSpec() | LatentSpec():
+        case ShortConvSpec():
             return None
         case _:
             assert_never(mixer)
@@ -109,8 +108,6 @@ def _kv_heads(mixer: MixerSpec) -> int:
     match mixer:
         case AttentionSpec():
             return mixer.memory.kv_heads
-        case LatentSpec():
-            return 1
         case ShortConvSpec() | DeltaSpec() | MambaSpec():
             return 0
         case _:

@@ -13,7 +13,7 @@ import numpy as np
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.runner.inputs import Int64s, StepInputs
-from manyroots.step import Arrival, Int32s, Plan
+from manyroots.step import Arrival, Int32s, Plan, RowDraft
 
 
 class PersistentBatch:
@@ -55,6 +55,9 @@ class PersistentBatch:
                 self.page_tables[growth.family, growth.rows, growth.places] = growth.pages
             else:
                 self.units[growth.family - self._num_paged, growth.rows] = growth.pages
+        for draft in plan.drafts:
+            known = self.num_tokens[draft.row]
+            self.tokens[draft.row, known : known + len(draft.tokens)] = draft.tokens
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)
@@ -89,8 +92,21 @@ class PersistentBatch:
             positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, counts)
 
         is_sampled = plan.samples[order]
+        sampling = is_sampled.nonzero()[0]
+        guesses = np.zeros(len(sampling), np.int64)
         place = np.empty(len(order), np.int64)
         place[order] = np.cumsum(is_sampled) - 1
+        if plan.drafts:
+            # Of a row with guesses, a sample behind its newest token and one behind each of them.
+            num_samples = is_sampled.astype(np.int64)
+            num_samples[_places_of(rows, plan.drafts)] += [len(d.tokens) for d in plan.drafts]
+            ends = np.cumsum(num_samples)
+            sampling = np.repeat(np.arange(len(rows)), num_samples)
+            guesses = np.arange(len(sampling)) - (ends - num_samples)[sampling]
+            place[order] = ends - num_samples
+            sampled_at = starts[sampling + 1] - num_samples[sampling] + guesses
+        else:
+            sampled_at = starts[sampling + 1] - 1
         return StepInputs(
             rows=rows,
             token_rows=flat_rows,
@@ -103,8 +119,10 @@ class PersistentBatch:
             offsets=positions % self._page_size,
             units=self.units[:, rows],
             token_slots=self._token_slots(flat_rows, positions, slots),
-            sampling=is_sampled.nonzero()[0],
+            sampling=sampling,
             sampling_order=place[plan.samples],
+            sampled_at=sampled_at,
+            guesses=guesses,
         )
 
     def _order(self, plan: Plan, slots: Int64s) -> Int64s:
@@ -130,8 +148,23 @@ class PersistentBatch:
         self.num_tokens[rows] = places + 1
         return places
 
+    def accept(self, row: int, tokens: Int32s) -> None:
+        """A step checked a row's guesses: these tokens follow its known ones, and all but the last
+        of them are computed."""
+        known = int(self.num_tokens[row])
+        self.tokens[row, known : known + len(tokens)] = tokens
+        self.num_tokens[row] = known + len(tokens)
+        self._num_computed[row] = known + len(tokens) - 1
+
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]
 
     def known(self, row: int) -> Int32s:
         return self.tokens[row, : self.num_tokens[row]]
+
+
+def _places_of(rows: Int32s, drafts: Sequence[RowDraft]) -> Int64s:
+    """Where in `rows` the row of each draft is."""
+    order = np.argsort(rows)
+    places: Int64s = order[np.searchsorted(rows, [draft.row for draft in drafts], sorter=order)]
+    return places

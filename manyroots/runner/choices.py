@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from manyroots.ids import Row
 from manyroots.kernels.sampling.rows import ALL_FORBIDDEN, FAILED, NO_FAULT, NOT_FINITE, Sampled
 from manyroots.runner.inputs import Int64s
 from manyroots.step import Int32s, TokenLogprobs
@@ -32,10 +31,10 @@ def faults(sampled: Sampled, at: Int64s) -> dict[int, str]:
 
 
 def logprobs(
-    rows: Int32s, sampled: Sampled, at: Int64s, num_top: dict[int, int], vocab: int
-) -> dict[Row, TokenLogprobs]:
-    """Of the rows at these indices, those that want so many of the likeliest beside their token
-    (by place in `at`), and have one."""
+    sampled: Sampled, at: Int64s, num_top: dict[int, int], vocab: int
+) -> dict[int, TokenLogprobs]:
+    """By place in `at`: of the samples at these indices, those that want so many of the likeliest
+    beside their token, and have one."""
     if not num_top:
         return {}
     wanted = list(num_top)
@@ -49,7 +48,7 @@ def logprobs(
         if fault == NO_FAULT:
             count = min(num_top[place], vocab)
             entry = TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
-            given[Row(int(rows[place]))] = entry
+            given[place] = entry
     return given
 
 

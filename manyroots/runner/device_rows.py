@@ -25,9 +25,15 @@ class DeviceRows:
     """State by row, on the device."""
 
     def __init__(
-        self, batch: PersistentBatch, device: torch.device, *, shares: bool | None = None
+        self,
+        batch: PersistentBatch,
+        device: torch.device,
+        *,
+        shares: bool | None = None,
+        num_draft_rows: int = 0,
     ) -> None:
-        """`shares`: whether the tables are the batch's own; None for what the device allows."""
+        """`shares`: whether the tables are the batch's own; None for what the device allows.
+        `num_draft_rows`: as in `SamplingTables.zeros`."""
         tables = torch.from_numpy(batch.page_tables)
         self._num_paged = len(tables)
         self._shares = device.type == "cpu" if shares is None else shares
@@ -35,7 +41,7 @@ class DeviceRows:
         """int32 [families of pages, rows + 1, max_pages]"""
         row = tables.shape[1] - 1
         self.spare = SpareRow(row, self._num_paged, batch.units[:, row])
-        self.newest = torch.zeros(row + 1, dtype=torch.int64, device=device)
+        self.newest = torch.zeros(row + 1 + num_draft_rows, dtype=torch.int64, device=device)
 
     def apply(self, plan: Plan) -> None:
         """Take in new and grown page tables."""

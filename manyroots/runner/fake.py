@@ -19,7 +19,7 @@ import numpy as np
 
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.ids import AdapterDigest, AdapterSlot, RequestId, Tier
+from manyroots.ids import AdapterDigest, AdapterSlot, RequestId, Row, Tier
 from manyroots.step import (
     AdapterIntent,
     AdapterLoaded,
@@ -124,13 +124,15 @@ class FakeRunner:
         if self.fail_next is not None:
             reason, self.fail_next = self.fail_next, None
             raise RuntimeError(reason)
-        tokens = self._compute(plan)
+        num_accepted: list[int] = []
+        tokens = self._compute(plan, num_accepted)
         for copy in plan.copies:
             if copy.is_after_model:
                 self._begin_copy(copy)
         return StepResult(
             plan.step_id,
             np.array(tokens, np.int32),
+            num_accepted=accepted_by_row(plan, num_accepted),
             copies=self._end_copies(),
             adapters=self._end_loads(),
         )
@@ -151,8 +153,15 @@ class FakeRunner:
                 self._slots[load.target.slot] = load.digest
         return done
 
-    def _compute(self, plan: Plan) -> list[int]:
+    def _compute(self, plan: Plan, num_accepted: list[int]) -> list[int]:
+        """Tokens of the rows that sample; how many guesses of each are right goes into
+        `num_accepted`."""
         rows = [self._sequences[row] for row in plan.rows.tolist()]
+        drafts = {int(draft.row): draft.tokens.tolist() for draft in plan.drafts}
+        guessed = [drafts.get(row, []) for row in plan.rows.tolist()]
+        for sequence, draft in zip(rows, guessed, strict=True):
+            for token in draft:
+                sequence.learn(token)
         spans = list(zip(rows, plan.num_tokens.tolist(), plan.samples.tolist(), strict=True))
         before = [sequence.num_computed_tokens for sequence in rows]
         # All rows write before any reads, as the contract says; states are read first.
@@ -164,11 +173,31 @@ class FakeRunner:
         for (sequence, _, _), begin in zip(spans, before, strict=True):
             self._check_pages(sequence, begin)
         tokens = []
-        for sequence, _, samples in spans:
+        for (sequence, _, samples), draft in zip(spans, guessed, strict=True):
             if samples:
+                num_accepted.append(self._accept(sequence, len(draft)))
                 tokens.append(self.next_token(sequence))
                 sequence.learn(tokens[-1])
         return tokens
+
+    def _accept(self, sequence: _Sequence, num_drafts: int) -> int:
+        """Take the guesses at a sequence's end that are what the model says, and take back the
+        rest; gives how many are right."""
+        if not num_drafts:
+            return 0
+        num_sure = len(sequence.tokens) - num_drafts
+        guesses = sequence.tokens[num_sure:]
+        del sequence.tokens[num_sure:], sequence.digests[num_sure:]
+        num_right = 0
+        while num_right < num_drafts and guesses[num_right] == self.next_token(sequence):
+            sequence.learn(guesses[num_right])
+            num_right += 1
+        sequence.num_computed_tokens = num_sure + num_right
+        num_pages = -(-sequence.num_computed_tokens // self._page_size)
+        for index, family in enumerate(self._families):
+            if not family.is_state:
+                del sequence.tables[index][num_pages:]
+        return num_right
 
     def _write(self, sequence: _Sequence, num_tokens: int) -> None:
         begin = sequence.num_computed_tokens
@@ -284,6 +313,15 @@ class FakeRunner:
         for unit, content in zip(copy.target_units.tolist(), contents, strict=True):
             if content:
                 self._memory[copy.family, copy.target, unit] = list(content)
+
+
+def accepted_by_row(plan: Plan, num_accepted: list[int]) -> dict[Row, int]:
+    """For rows with a draft; `num_accepted` has one number for each row that samples."""
+    if not plan.drafts:
+        return {}
+    sampling = plan.rows[plan.samples].tolist()
+    counts = dict(zip(sampling, num_accepted, strict=True))
+    return {draft.row: counts[int(draft.row)] for draft in plan.drafts}
 
 
 def fake_next_token(

@@ -62,6 +62,8 @@ class _Expected:
     """Where a launched step's tokens belong, if the rows are still the same sequences'."""
 
     step: InFlight
+    picks: Int64s
+    """Which of the step's samples."""
     places: Int64s
     owners: Int64s
 
@@ -81,17 +83,18 @@ class PendingTokens:
         for arrival in plan.arrivals:
             self._owner[arrival.row] += 1
 
-    def expect(self, step: InFlight) -> None:
-        """Its tokens are counted from now on."""
-        rows = step.rows
+    def expect(self, step: InFlight, picks: Int64s) -> None:
+        """Tokens of these of its samples are counted from now on: one for each of their rows."""
+        rows = step.rows[picks]
         places = self._batch.append(rows, PENDING)
-        self._expected.append(_Expected(step, places, self._owner[rows]))
+        self._expected.append(_Expected(step, picks, places, self._owner[rows]))
 
     def learn(self, *, all_of_them: bool = False) -> None:
         """Fill in the tokens of steps that are done; or wait until all are."""
         while self._expected and (all_of_them or self._expected[0].step.is_done):
             expected = self._expected.popleft()
-            tokens, rows, places = expected.step.tokens(), expected.step.rows, expected.places
+            picks, places = expected.picks, expected.places
+            tokens, rows = expected.step.tokens()[picks], expected.step.rows[picks]
             same = self._owner[rows] == expected.owners
             if not same.all():
                 tokens, rows, places = tokens[same], rows[same], places[same]

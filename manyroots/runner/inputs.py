@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.kernels.latent.step import PromptLens
 from manyroots.step import Int32s
 
 Int64s = npt.NDArray[np.int64]
@@ -53,28 +52,27 @@ class StepInputs:
     token_slots: Int64s | None
     """The adapter slot of each token, or NO_ADAPTER; None if no token has one."""
     sampling: Int64s
-    """Which sequences sample, as indices into `rows`, ascending."""
+    """Of each sample, the sequence that it is for, as an index into `rows`, ascending."""
     sampling_order: Int64s
-    """For each sampling row of the plan, in its order, which of `sampling` it is."""
+    """For each sampling row of the plan, in its order, which of `sampling` is its first."""
+    sampled_at: Int64s
+    """Of each sample, the token behind which it is."""
+    guesses: Int64s
+    """Of each sample, how many guessed tokens of its sequence it follows; 0 without a draft."""
 
     @property
     def is_decode(self) -> bool:
         """Whether every sequence has a single token."""
         return self.num_decodes == len(self.rows)
 
-    @property
-    def prompt_lens(self) -> PromptLens | None:
-        """Of sequences that do not decode; None: all do."""
-        if self.is_decode:
-            return None
-        count = self.num_decodes
-        return PromptLens(np.diff(self.query_starts)[count:], self.context_lens[count:])
 
-    @property
-    def sampled_at(self) -> Int64s:
-        """The tokens behind which something is sampled."""
-        at: Int64s = self.query_starts[self.sampling + 1] - 1
-        return at
+def table_rows_of(inputs: StepInputs, spare_row: int) -> Int32s:
+    """The sampler's table row of each sample: its sequence's own, and for those behind a guess one
+    of those after the spare row."""
+    rows: Int32s = inputs.rows[inputs.sampling]
+    is_guess = inputs.guesses > 0
+    rows[is_guess] = spare_row + 1 + np.arange(np.count_nonzero(is_guess))
+    return rows
 
 
 def is_short(inputs: StepInputs) -> bool:
@@ -112,6 +110,8 @@ def as_single_tokens(inputs: StepInputs) -> StepInputs:
         token_slots=None if inputs.token_slots is None else inputs.token_slots[order],
         sampling=sampling[in_order],
         sampling_order=rank[inputs.sampling_order],
+        sampled_at=sampling[in_order],
+        guesses=inputs.guesses[in_order],
     )
 
 
@@ -152,4 +152,6 @@ def _blank(counts: Int64s, spare: SpareRow, with_adapters: bool) -> StepInputs:
         token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,
         sampling=nothing,
         sampling_order=nothing,
+        sampled_at=nothing,
+        guesses=nothing,
     )

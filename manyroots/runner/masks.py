@@ -8,7 +8,9 @@ their masks into the sampler's tables, ordered on the stream of the steps.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from manyroots.grammar.cache import GrammarCache
@@ -69,12 +71,22 @@ class RowMasks:
     def forget(self, row: int) -> None:
         self._rows.forget(row)
 
-    def fill(self, rows: Int32s, tables: SamplingTables) -> dict[int, str]:
-        """The masks behind all tokens of these rows; gives the reasons of those that have none."""
+    def fill(
+        self,
+        rows: Int32s,
+        tables: SamplingTables,
+        drafts: Mapping[int, tuple[Int32s, Int32s]] | None = None,
+    ) -> dict[int, str]:
+        """The masks behind all tokens of these rows; gives the reasons of those that have none.
+        `drafts`: by row, its guesses and the table rows of the positions behind each."""
+        drafts = drafts or {}
         known = {row: self._batch.known(row) for row in rows.tolist()}
-        masks, failures = self._rows.masks(known)
+        guesses = {row: tokens for row, (tokens, _) in drafts.items() if row in known}
+        masks, failures = self._rows.masks(known, guesses)
+        # A row's own mask, then those behind its guesses.
+        places = [np.append(row, drafts[row][1]) if row in drafts else [row] for row in known]
         made, device = torch.from_numpy(masks), tables.masks.device
-        at = torch.from_numpy(rows.astype("int64"))
+        at = torch.from_numpy(np.concatenate(places).astype(np.int64))
         if device.type == "cuda":
             # Page-locked memory is not used again before its copy is done.
             made, at = made.pin_memory(), at.pin_memory()

@@ -30,6 +30,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts
 from manyroots.runner.forward import Forward, PacketViews
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
@@ -40,6 +41,7 @@ from manyroots.runner.inputs import (
     blank_decode,
     blank_prefill,
     is_short,
+    table_rows_of,
 )
 from manyroots.runner.logprobs import score
 from manyroots.runner.masks import RowMasks
@@ -59,7 +61,15 @@ from manyroots.runner.step_arrays import (
 from manyroots.runner.step_timer import Compute, StepTimer, TakeResult
 from manyroots.runner.views import StepViews
 from manyroots.runner.warmup import Warmup
-from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.step import (
+    MAX_STEP_DRAFT_TOKENS,
+    Floats,
+    Int32s,
+    Plan,
+    RowFault,
+    StepResult,
+    TokenLogprobs,
+)
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import Arena
 from manyroots.store.device_copies import copy_within_device
@@ -73,7 +83,8 @@ somebody else's adapter."""
 _NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
 
 T = TypeVar("T")
-Scores = dict[Row, TokenLogprobs]
+Scores = dict[int, TokenLogprobs]
+"""By sample of a step."""
 KeptHidden = tuple[Int32s, Tensor]
 """Rows, and the hidden state of each."""
 
@@ -95,12 +106,13 @@ class ModelRunner:
         fixed_shapes: bool | None = None,
         grammars: GrammarCache | None = None,
         make_graphs: type[Graphs] = Graphs,
+        drafts: bool = False,
     ) -> None:
         """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
         base model alone. `tiers`: None for the device alone. `fixed_shapes`: whether steps are
         padded as graphs need it; None for what the device wants. `grammars`: those of
         requests whose output has a shape; None where another rank chooses tokens. `make_graphs`:
-        what runs steps of fixed shapes."""
+        what runs steps of fixed shapes. `drafts`: whether plans may have guesses to check."""
         self._decoder, self._device = decoder, decoder.device
         self._arenas = arenas
         self._mover = Mover(adapters, tiers)
@@ -115,12 +127,16 @@ class ModelRunner:
             spare_units=[a.spare_unit for a in arenas if a.spare_unit is not None],
         )
         self._pending = PendingTokens(self._batch)
-        self._rows = DeviceRows(self._batch, self._device)
-        tables = SamplingTables.zeros(max_num_seqs, decoder.spec.vocab_size, self._device)
+        num_draft_rows = MAX_STEP_DRAFT_TOKENS if drafts else 0
+        self._rows = DeviceRows(self._batch, self._device, num_draft_rows=num_draft_rows)
+        tables = SamplingTables.zeros(
+            max_num_seqs, decoder.spec.vocab_size, self._device, num_draft_rows=num_draft_rows
+        )
         masks = None
         if grammars is not None:
             masks = RowMasks(grammars, self._batch, decoder.spec.vocab_size)
         self._state = SamplingState(max_num_seqs, tables, masks)
+        self._drafts = DraftRows(self._batch, self._state)
         self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
         self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
         is_gpu = self._device.type == "cuda"
@@ -142,7 +158,6 @@ class ModelRunner:
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
-        self._may_pad_prompts = all(f.memory.may_pad_prompts for f in decoder.families)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
         self._answers_thread = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens") if is_gpu else None
@@ -201,6 +216,7 @@ class ModelRunner:
 
     def _begin(self, plan: Plan) -> TakeResult:
         """Launch a step; gives what waits for it."""
+        self._drafts.settle()
         self._batch.apply(plan)
         self._pending.apply(plan)
         self._state.apply(plan.arrivals)
@@ -256,7 +272,7 @@ class ModelRunner:
 
     def _may_pad(self, inputs: StepInputs) -> bool:
         """Whether a graph of prompts beside decodes computes all that this step is asked for."""
-        return not inputs.is_decode and self._may_pad_prompts and self._wants_tokens_only(inputs)
+        return not inputs.is_decode and self._may_split_prompts and self._wants_tokens_only(inputs)
 
     def _wants_tokens_only(self, inputs: StepInputs) -> bool:
         """And such logprobs as the sampler gives."""
@@ -270,9 +286,10 @@ class ModelRunner:
         rows = inputs.rows[inputs.sampling]
         size = graphs.size_for(len(inputs.rows))
         arrays = {**self._decode_arrays(inputs, size), **self._shared_arrays(inputs, size)}
-        between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
-        step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
-        return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
+        drafts = self._begin_drafts(plan, inputs)
+        between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
+        step = InFlight(rows, graphs.run(arrays, between), inputs.sampled_at)
+        return self._answer(plan, inputs, step, drafts, is_graph=graphs.was_replayed)
 
     def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> TakeResult | None:
         """A step of prompts beside decodes, in the next larger shape; None if there is none."""
@@ -282,12 +299,13 @@ class ModelRunner:
             return None
         rows = inputs.rows[inputs.sampling]
         arrays |= self._shared_arrays(inputs, shape.num_decodes)
-        between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
+        drafts = self._begin_drafts(plan, inputs)
+        between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         sampled = graphs.run(arrays, between, shape)
         if len(rows) == 0:
             return self._answer_without_tokens(plan)
         step = InFlight(rows, sampled, np.arange(len(rows)))
-        return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
+        return self._answer(plan, inputs, step, drafts, is_graph=graphs.was_replayed)
 
     def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> NamedArrays | None:
         spare_row = self._rows.spare.row
@@ -297,9 +315,11 @@ class ModelRunner:
             return None
         indices = np.zeros(shape.num_samples, np.int64)
         rows = inputs.rows[inputs.sampling]
-        indices[: len(rows)] = self._batch.num_output_tokens(rows)
+        indices[: len(rows)] = self._batch.num_output_tokens(rows) + inputs.guesses
         padded = sampled_rows(inputs, shape, spare_row)
-        return {**arrays, **self._state.arrays(padded, indices)}
+        tables = padded.copy()
+        tables[: len(rows)] = table_rows_of(inputs, spare_row)
+        return {**arrays, **self._state.arrays(padded, indices, tables)}
 
     def _blank_arrays(self, key: GraphKey) -> NamedArrays:
         """Of a step that changes nothing; as large, and of the same types, as any other."""
@@ -328,11 +348,12 @@ class ModelRunner:
             num_slots=0 if self._pool is None else self._pool.num_at_once,
             spare_units=self._rows.spare.units,
         )
-        rows = sampling_rows(inputs, size=size, spare_row=self._rows.spare.row)
-        indices = np.zeros(size, np.int64)
-        sampled = inputs.sampling
-        indices[sampled] = self._batch.num_output_tokens(inputs.rows[sampled])
-        return {**arrays, **self._state.arrays(rows, indices)}
+        spare_row = self._rows.spare.row
+        rows = sampling_rows(inputs, size=size, spare_row=spare_row)
+        tables, indices, at = rows.copy(), np.zeros(size, np.int64), inputs.sampled_at
+        tables[at] = table_rows_of(inputs, spare_row)
+        indices[at] = self._batch.num_output_tokens(rows[at]) + inputs.guesses
+        return {**arrays, **self._state.arrays(rows, indices, tables)}
 
     def _begin_any(
         self, plan: Plan, inputs: StepInputs, arrivals: LayerArrivals | None = None
@@ -344,7 +365,10 @@ class ModelRunner:
         arrays |= decode_order(sequences["lens"][: inputs.num_decodes])
         arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
         arrays["sampled_at"] = inputs.sampled_at
-        arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))
+        indices = self._batch.num_output_tokens(rows) + inputs.guesses
+        tables = table_rows_of(inputs, self._rows.spare.row)
+        arrays.update(self._state.arrays(rows, indices, tables))
+        drafts = self._begin_drafts(plan, inputs)
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
         logits_indices = self._logits_indices(inputs, views["sampled_at"])
@@ -356,7 +380,6 @@ class ModelRunner:
             max_len=int(inputs.context_lens.max()),
             before_layer=None if arrivals is None else arrivals.before_layer,
             logits_indices=logits_indices,
-            prompt_lens=inputs.prompt_lens,
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:
@@ -368,13 +391,13 @@ class ModelRunner:
         # The sampler may change logits; log-probabilities are of the model's own.
         own = logits.float().clone() if self._state.exceeds_graph(rows) else None
         if self._state.has_masks(rows):
-            self._fill_masks(rows)
+            self._fill_masks(inputs, drafts)
         sampled = self._forward.choose(logits, views)
         scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
         step = InFlight(rows, sampled, np.arange(len(rows)))
         places = np.arange(len(rows)) if logits_indices is not None else inputs.sampled_at
         kept = self._keep_hidden(hidden, rows, places)
-        return self._answer(plan, inputs, step, scores, prompt_scores, kept)
+        return self._answer(plan, inputs, step, drafts, scores, prompt_scores, kept)
 
     def _logits_indices(self, inputs: StepInputs, there: Tensor) -> LogitsIndices | None:
         """The sampled tokens, which are `there` on the device; None where all tokens are sampled,
@@ -394,17 +417,28 @@ class ModelRunner:
             return None
         return rows[asked], hidden[torch.from_numpy(at[asked]).to(hidden.device)]
 
-    def _fill_masks(self, rows: Int32s) -> None:
+    def _begin_drafts(self, plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
+        """Prepare what the sampler reads behind guesses."""
+        drafts = checked_drafts(plan, inputs)
+        if drafts:
+            tables = table_rows_of(inputs, self._rows.spare.row)
+            for draft in drafts:
+                self._state.begin_draft(draft.row, draft.tokens, tables[draft.samples[1:]])
+        return drafts
+
+    def _fill_masks(self, inputs: StepInputs, drafts: tuple[CheckedDraft, ...]) -> None:
         """The masks of rows with a grammar: they depend on the last step's tokens, which arrive
         while this step's model computes."""
         self._pending.learn(all_of_them=True)
-        self._state.fill_masks(rows)
+        tables = table_rows_of(inputs, self._rows.spare.row)
+        guesses = {draft.row: (draft.tokens, tables[draft.samples[1:]]) for draft in drafts}
+        self._state.fill_masks(inputs.rows[inputs.sampling], guesses)
 
     def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
         """Where a row wants more logprobs than the sampler gives: those of all rows."""
         wanted = self._state.num_logprobs(rows)
         scores = score(logits, tokens.long(), [wanted.get(i, 0) for i in range(len(rows))])
-        return {Row(int(rows[index])): scores[index] for index in wanted}
+        return {index: scores[index] for index in wanted}
 
     def _lora(self, slots: Int64s | None, *, all_layers: bool = True) -> LoraRows | None:
         """The adapters of tokens with these slots."""
@@ -429,6 +463,7 @@ class ModelRunner:
         plan: Plan,
         inputs: StepInputs,
         step: InFlight,
+        drafts: tuple[CheckedDraft, ...] = (),
         scores: Scores | None = None,
         prompt_scores: PromptScores | None = None,
         kept: KeptHidden | None = None,
@@ -436,7 +471,11 @@ class ModelRunner:
     ) -> TakeResult:
         """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
         the sampler's."""
-        self._pending.expect(step)
+        picks = np.arange(len(step.rows))
+        if drafts:
+            picks = np.delete(picks, np.concatenate([draft.samples for draft in drafts]))
+            self._drafts.expect(step, drafts)
+        self._pending.expect(step, picks)
         # The rows may have other owners by the time that the step is done.
         wanted = self._state.num_logprobs(step.rows)
         failures = self._state.failures_of(step.rows)
@@ -447,18 +486,26 @@ class ModelRunner:
             sampled = step.wait()
             # Taken when a result is made and not before: a step that fails loses none.
             ends = self._mover.finished()
+            given = choices.logprobs(sampled, step.at, wanted, vocab) if scores is None else scores
+            newest, num_right = inputs.sampling_order.copy(), {}
+            for draft in drafts:
+                count = num_right[Row(draft.row)] = draft.num_right(sampled, step.at)
+                newest[newest == draft.samples[0]] = draft.samples[count]
             faults = {**choices.faults(sampled, step.at), **failures}
             return StepResult(
                 plan.step_id,
-                step.tokens()[inputs.sampling_order],
-                logprobs=choices.logprobs(step.rows, sampled, step.at, wanted, vocab)
-                if scores is None
-                else scores,
+                step.tokens()[newest],
+                num_accepted=num_right,
+                draft_logprobs=_draft_logprobs(drafts, num_right, given),
+                logprobs={Row(int(step.rows[i])): given[i] for i in newest.tolist() if i in given}
+                if given
+                else {},
                 prompt_logprobs=prompt_scores or {},
                 hidden=_hidden(kept),
                 faults=tuple(
                     RowFault(Row(int(step.rows[i])), why, is_of_request=i in of_requests)
                     for i, why in faults.items()
+                    if i in newest
                 ),
                 copies=ends.copies,
                 adapters=ends.adapters,
@@ -481,6 +528,19 @@ class ModelRunner:
             )
 
         return answer
+
+
+def _draft_logprobs(
+    drafts: Sequence[CheckedDraft], num_right: dict[Row, int], given: Scores
+) -> dict[Row, tuple[TokenLogprobs, ...]]:
+    """Of the guesses that are right, where their row asked."""
+    told = {}
+    for draft in drafts:
+        row = Row(draft.row)
+        samples = draft.samples[: num_right[row]].tolist()
+        if samples and samples[0] in given:
+            told[row] = tuple(given[sample] for sample in samples)
+    return told
 
 
 def _hidden(kept: KeptHidden | None) -> dict[Row, Floats]:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import torch
 
 from manyroots.kernels.sampling.rows import (
     IN_PROMPT,
@@ -128,9 +129,11 @@ class SamplingState:
                 )
         entries.write(self.tables)
 
-    def arrays(self, rows: Int32s, indices: Int64s) -> dict[str, np.ndarray]:
+    def arrays(
+        self, rows: Int32s, indices: Int64s, table_rows: Int32s | None = None
+    ) -> dict[str, np.ndarray]:
         """What these rows ask of a step that draws their token number `indices`: the fields of
-        `SamplingRows` by name."""
+        `SamplingRows` by name. `table_rows`: where the tables have it; None for the same rows."""
         temperature, repetition, frequency, presence = self._floats.take(rows, axis=1)
         top_p, min_p = self._shares.take(rows, axis=1)
         top_k, num_biases, num_stops, num_top = self._counts.take(rows, axis=1)
@@ -139,7 +142,7 @@ class SamplingState:
             # A mask has what min_tokens forbids taken out already.
             num_stops[(indices >= self._min_tokens[rows]) | has_mask] = 0
         return {
-            "table_rows": rows.astype(np.int64),
+            "table_rows": (rows if table_rows is None else table_rows).astype(np.int64),
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -155,13 +158,37 @@ class SamplingState:
             "num_top": num_top,
         }
 
-    def fill_masks(self, rows: Int32s) -> None:
+    def begin_draft(self, row: int, guesses: Int32s, table_rows: Int32s) -> None:
+        """Write the tables of the positions behind each guess: what the row asks for, and counts
+        as if the guesses up to there had been said."""
+        tables, device = self.tables, self.tables.counts.device
+        there = torch.from_numpy(table_rows.astype(np.int64)).to(device)
+        if self._num_biases[row]:
+            tables.bias_ids[there] = tables.bias_ids[row].clone()
+            tables.biases[there] = tables.biases[row].clone()
+        if self._num_stops[row]:
+            tables.stop_ids[there] = tables.stop_ids[row].clone()
+        if self.params[row].has_penalties:
+            tables.counts[there] = tables.counts[row].clone()
+            for place, token in enumerate(guesses.tolist()):
+                tables.counts[there[place:], token] += 1
+
+    def count(self, row: int, tokens: Int32s) -> None:
+        """Tokens of a row were sampled behind guesses, and are right: count them as its own."""
+        if len(tokens) and self.params[row].has_penalties:
+            device = self.tables.counts.device
+            ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
+            ones = torch.ones(len(tokens), dtype=torch.int32, device=device)
+            self.tables.counts[row].index_add_(0, ids, ones)
+
+    def fill_masks(self, rows: Int32s, drafts: Mapping[int, tuple[Int32s, Int32s]]) -> None:
         """Bring the masks of these rows up to date with all of their tokens, for a step whose
-        model is launched and whose choice is not."""
+        model is launched and whose choice is not. `drafts`: by row, its guesses and the table rows
+        of the positions behind each."""
         masked = rows[self._has_mask[rows]]
         if len(masked):
             assert self._masks is not None
-            faults = self._masks.fill(masked, self.tables)
+            faults = self._masks.fill(np.unique(masked), self.tables, drafts)
             self.failures.update(faults)
             self._failed_grammars.update(faults)
 

@@ -100,5 +100,5 @@ def sampling_rows(inputs: StepInputs, *, size: int, spare_row: int) -> Int32s:
     """Of a decode step, the row that each token's successor is for: nobody's if it does not
     sample, and for padding."""
     rows = np.full(size, spare_row, np.int32)
-    rows[inputs.sampling] = inputs.rows[inputs.sampling]
+    rows[inputs.sampled_at] = inputs.rows[inputs.sampling]
     return rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import methodcaller
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from manyroots.config import SchedulerSettings
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
-from manyroots.step import AdapterIntent, Arrival, Bools, Copy, NewPages, Plan
+from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan, RowDraft
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -35,6 +35,8 @@ class Launched:
     tenancies: Int64s
     """Whose tenancy of its row the step was planned for."""
     total_tokens: int
+    drafts: dict[int, Int32s] = field(default_factory=dict)
+    """By row: the guesses among its tokens."""
 
 
 class PlanBuilder:
@@ -44,6 +46,7 @@ class PlanBuilder:
         "_arrivals",
         "_budget",
         "_decoding",
+        "_drafts",
         "_growth",
         "_placed",
         "_rows",
@@ -61,6 +64,7 @@ class PlanBuilder:
         """Row, how many tokens, whether it samples."""
         self._arrivals: list[Arrival] = []
         self._growth: list[NewPages] = []
+        self._drafts: list[RowDraft] = []
 
     @property
     def is_empty(self) -> bool:
@@ -87,6 +91,14 @@ class PlanBuilder:
         assert row is not None
         samples = self._rows.place(row, request, lease, end)
         self._placed.append((row, num_tokens, samples))
+        self.num_tokens_left -= num_tokens
+
+    def place_draft(self, row: Row, tokens: Int32s) -> None:
+        """A row that decodes computes its newest token, and these guesses after it."""
+        num_tokens = 1 + len(tokens)
+        self._rows.place_draft(row, num_tokens)
+        self._placed.append((row, num_tokens, True))
+        self._drafts.append(RowDraft(row, tokens))
         self.num_tokens_left -= num_tokens
 
     def placed_rows(self) -> set[int]:
@@ -158,13 +170,17 @@ class PlanBuilder:
             rows=rows_int32,
             num_tokens=num_tokens_int32,
             samples=samples,
+            drafts=tuple(self._drafts),
             copies=copies,
             adapters=adapters,
             waits=waits,
         )
         total_tokens = self._budget - self.num_tokens_left
         tenancies = self._rows.tenancy[rows]
-        return plan, Launched(self.step_id, rows, num_tokens, samples, tenancies, total_tokens)
+        drafts = {int(draft.row): draft.tokens for draft in self._drafts}
+        return plan, Launched(
+            self.step_id, rows, num_tokens, samples, tenancies, total_tokens, drafts
+        )
 
 
 class Placer:

@@ -70,8 +70,10 @@ class Request:
         "key",
         "lease",
         "max_num_tokens",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_draft_tokens",
         "num_fetched_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
@@ -150,6 +152,10 @@ class Request:
         """What its lease is released with: which of its states are worth keeping."""
         self.is_broken = False
         """A step computed something of it that is no use: its pages must not be published."""
+        self.num_draft_tokens = 0
+        """Guessed for it and checked by steps."""
+        self.num_accepted_tokens = 0
+        """How many of those were right."""
         self.row: Row | None = None
         self.tenancy = 0
         """Its newest tenancy of a row, by number."""

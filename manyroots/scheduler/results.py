@@ -24,6 +24,7 @@ from manyroots.scheduler.plan_builder import Launched
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.scheduler.slices import AdapterSlices
+from manyroots.scheduler.speculation import Speculation
 from manyroots.step import Bools, Int32s, StepResult, TokenLogprobs
 
 PROMPT_SHARE = 8
@@ -43,8 +44,10 @@ class Results:
         admission: Admission,
         slices: AdapterSlices,
         departures: Departures,
+        speculation: Speculation | None = None,
     ) -> None:
-        """`requests`: the scheduler's, of which those go that are over."""
+        """`requests`: the scheduler's, of which those go that are over. `speculation`: None where
+        nothing is guessed."""
         self._requests = requests
         self._cache = cache
         self._adapters = adapters
@@ -52,10 +55,16 @@ class Results:
         self._admission = admission
         self._slices = slices
         self._departures = departures
+        self._speculation = speculation
         self._charges_tokens = admission.waiting.policy.charges_tokens
         self.in_flight: deque[Launched] = deque()
         """Steps that were launched and are not done, in order."""
         self.total_step_tokens = 0
+
+    @property
+    def checks_drafts(self) -> bool:
+        """Whether a launched step checks guesses."""
+        return any(step.drafts for step in self.in_flight)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         """A request is over without another token; gives its last output."""
@@ -70,6 +79,8 @@ class Results:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.submit.request_id]
+        if self._speculation is not None and reason is not FinishReason.ERROR:
+            self._speculation.source.ended(request)
         self._departures.end(request, reason)
 
     def advance(self, result: StepResult) -> StepOutputs:
@@ -84,11 +95,11 @@ class Results:
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
             self._cache.measured_prefill(step.total_tokens, result.seconds)
         if self._charges_tokens:
-            self._count_service(step)
+            self._count_service(step, result)
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
         if result.prompt_logprobs:
             self._take_scores(step, result)
-        if self._departures.leaving or result.faults:
+        if self._departures.leaving or result.faults or step.drafts:
             is_left = self._set_apart(step, result, outputs)
             tokens = tokens[is_left[samples]]
             rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
@@ -129,11 +140,12 @@ class Results:
             self._admission.copies_ended()
         return outputs
 
-    def _count_service(self, step: Launched) -> None:
+    def _count_service(self, step: Launched, result: StepResult) -> None:
         """One token for each that was sampled; those before it counted when the request began."""
         rows, tenancies = step.rows[step.samples].tolist(), step.tenancies[step.samples].tolist()
         for row, tenancy in zip(rows, tenancies, strict=True):
-            self._admission.waiting.charge(self._departures.member(row, tenancy), 1)
+            count = 1 + result.num_accepted.get(row, 0)
+            self._admission.waiting.charge(self._departures.member(row, tenancy), count)
 
     def _take_scores(self, step: Launched, result: StepResult) -> None:
         for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True):
@@ -145,15 +157,29 @@ class Results:
 
     def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
         """Advance what does not simply run on: who has ended or was retracted since the step was
-        planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
+        planned, whose row gave nothing, and whose row checked guesses. Gives, for each row, whether
+        it is left to do."""
         is_left = self._rows.is_live(step.rows, step.tenancies)
         faults = {fault.row: fault for fault in result.faults}
         if faults:
             is_left &= ~np.isin(step.rows, list(faults))
+        if step.drafts:
+            is_left &= ~np.isin(step.rows, list(step.drafts))
         places = np.cumsum(step.samples) - 1
         for index in (~is_left).nonzero()[0].tolist():
             row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
             request = self._departures.member(row, int(step.tenancies[index]))
+            token = result.tokens[places[index] : places[index] + 1]
+            if row in step.drafts:
+                # No plan was made since, so that it runs, or it has ended.
+                draft, num_right = step.drafts[row], result.num_accepted.get(Row(row), 0)
+                token = np.concatenate((draft[:num_right], token))
+                num_wrong = len(draft) - num_right
+                num_tokens -= num_wrong
+                self._rows.computed[row] -= num_wrong
+                if request.state is State.RUNNING and row not in faults:
+                    outputs.append(self._take_draft(request, num_tokens, token, step, result))
+                    continue
             if request.state is State.DRAINING:
                 # The step that was under way when it ended computed its last token's page. Its own
                 # token may be computed by another: what that leaves is of use with it alone.
@@ -162,7 +188,7 @@ class Results:
                 if not request.is_broken:
                     if step.samples[index]:
                         self._rows.hand_over(request)
-                        request.extend(result.tokens[places[index] : places[index] + 1])
+                        request.extend(token)
                     self._publish(request, step.step_id)
                 self._departures.drained(request)
                 continue
@@ -181,13 +207,34 @@ class Results:
                     output.notice = Notice(error_kind=ErrorKind.REQUEST, error_field=field)
                 outputs.append(output)
             elif step.samples[index]:
-                token = result.tokens[places[index] : places[index] + 1]
                 request.extend(token)
-                logprobs = result.logprobs.get(Row(row))
-                outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
+                logprobs = _logprobs(result, row)
+                outputs.append(self._tell(request, token.tolist(), request.num_tokens, logprobs))
             if request.state is State.PAUSED:
                 self._publish(request, step.step_id)
         return is_left
+
+    def _take_draft(
+        self,
+        request: Request,
+        num_computed: int,
+        tokens: Int32s,
+        step: Launched,
+        result: StepResult,
+    ) -> Output:
+        """Guesses of a running request were checked: these tokens follow, of which all but the last
+        are among the `num_computed` that the step computed. What it computed beyond is given back
+        (P11)."""
+        row, lease = request.row, request.lease
+        assert row is not None
+        assert lease is not None
+        assert self._speculation is not None
+        num_committed = int(self._rows.committed[row]) + num_computed
+        self._rows.take_draft(request, num_committed, tokens)
+        self._cache.accept(lease, request.tokens, num_committed, step.step_id)
+        self._rows.watch(request)
+        self._speculation.checked(request, len(step.drafts[row]), len(tokens) - 1)
+        return self._tell(request, tokens.tolist(), request.num_tokens, _logprobs(result, row))
 
     def _publish(self, request: Request, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""
@@ -214,9 +261,9 @@ class Results:
             num_committed = self._rows.committed[others].tolist()
             singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
             for row, token, num_before in singled:
-                request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
+                request, logprobs = self._rows.request_at(row), _logprobs(result, row)
                 # The newest token lies behind those that are committed.
-                output = self._tell(request, token, num_before + 1, logprobs)
+                output = self._tell(request, [token], num_before + 1, logprobs)
                 if result.hidden and row in result.hidden:
                     hidden = tuple(result.hidden[Row(row)].tolist())
                     output.notice = replace(output.notice or Notice(), hidden=hidden)
@@ -225,9 +272,10 @@ class Results:
         return self._plain(rows, tokens)
 
     def _tell(
-        self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None
+        self, request: Request, tokens: list[int], num_tokens: int, logprobs: list[TokenLogprobs]
     ) -> Output:
-        """News of a request's newest token, its `num_tokens`-th, which may be its last."""
+        """News of a request's newest tokens, of which the `num_tokens`-th may be its last."""
+        token = tokens[-1]
         num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
@@ -241,10 +289,9 @@ class Results:
         elif num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         output = Output(
-            request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
+            request.submit.request_id, tokens, reason, request.num_cached_tokens or 0, stop_token
         )
-        if logprobs is not None:
-            output.logprobs.append(logprobs)
+        output.logprobs.extend(logprobs)
         if request.prompt_logprobs and num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
@@ -287,3 +334,9 @@ class Results:
         for step in reversed(steps):
             self._cache.fail_step(step.step_id)
         return outputs
+
+
+def _logprobs(result: StepResult, row: int) -> list[TokenLogprobs]:
+    """Of a row's new tokens, where it asked."""
+    newest = result.logprobs.get(Row(row))
+    return [] if newest is None else [*result.draft_logprobs.get(Row(row), ()), newest]

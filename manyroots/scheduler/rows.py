@@ -201,12 +201,26 @@ class Rows:
         samples = computed >= request.num_tokens
         if samples:
             self.prompts.pop(request, None)
-            self.last[row] = request.max_num_tokens - 1
             request.sampled_by(self)
         else:
             self.prompts[request] = None
         self._watch(row, request, lease, samples)
         return samples
+
+    def place_draft(self, row: Row, num_tokens: int) -> None:
+        """Plan a token of a row that decodes, and guesses after it, in all so many. The row is not
+        planned again before its result: how far it is then is not known."""
+        self.computed[row] += num_tokens
+        self.due[row] = self.last[row] = self.notice_at[row] = 0
+
+    def take_draft(self, request: Request, num_computed: int, tokens: Int32s) -> None:
+        """A step has checked guesses: so many tokens of the request are computed now, and these
+        follow the known ones."""
+        row = request.row
+        assert row is not None
+        self.hand_over(request)
+        request.extend(tokens)
+        self.computed[row] = self.committed[row] = num_computed
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""
@@ -217,6 +231,7 @@ class Rows:
     def _watch(self, row: Row, request: Request, lease: Lease, decodes: bool) -> None:
         last = request.max_num_tokens - 1
         if decodes:
+            self.last[row] = last
             covered = lease.num_covered_tokens
             self.due[row] = covered if covered < last else last
         publish_at = 0
@@ -255,6 +270,13 @@ class Rows:
         if count:
             request.extend(self._recent[row, :count])
             self._num_recent[row] = 0
+
+    def can_draft(self, request: Request) -> bool:
+        """Whether a request decodes, and all of its tokens are known."""
+        row = request.row
+        if row is None or request in self.prompts or self.is_in_flight(row):
+            return False
+        return 0 < self.computed.item(row) == request.num_tokens - 1
 
     def is_in_flight(self, row: Row) -> bool:
         """Whether a launched step computes tokens of this row."""

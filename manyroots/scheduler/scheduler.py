@@ -40,6 +40,7 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.results import Results
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.scheduler.slices import AdapterSlices
+from manyroots.scheduler.speculation import DraftSource, Speculation
 from manyroots.scheduler.victims import Victims
 from manyroots.snapshot import RequestView
 from manyroots.step import Plan, StepResult
@@ -55,7 +56,10 @@ class Scheduler:
         adapters: Residency,
         *,
         max_model_len: int,
+        draft_source: DraftSource | None = None,
     ) -> None:
+        """`draft_source`: where guesses come from, if the settings ask for any; None for earlier
+        text."""
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
@@ -71,6 +75,8 @@ class Scheduler:
         """Which adapters run."""
         self._victims = Victims(self._rows, self.slices, cache, policy)
         self._departures = Departures(cache, adapters, self._rows, self._admission, self.slices)
+        choice = settings.speculation()
+        self._speculation = None if choice is None else Speculation(choice, draft_source)
         self._requests: dict[RequestId, Request] = {}
         """All that are not over for their callers."""
         self._results = Results(
@@ -81,6 +87,7 @@ class Scheduler:
             self._admission,
             self.slices,
             self._departures,
+            self._speculation,
         )
         self._next_step_id = 1
         self._next_serial = 1
@@ -170,6 +177,8 @@ class Scheduler:
     def reset_cache(self) -> int:
         """Forget all that could be reused; gives how many pages are free again now. Requests keep
         what they hold, and nobody will find it."""
+        if self._speculation is not None:
+            self._speculation.source.forget()
         return self._cache.evict_all().num_freed[0]
 
     def change_weights(self, identity: bytes) -> int:
@@ -198,8 +207,20 @@ class Scheduler:
 
     # Planning
 
+    @property
+    def awaits_result(self) -> bool:
+        """Whether nothing should be planned before the launched steps are done: guesses follow a
+        row's newest token, and how many of them are right is not known before."""
+        return (
+            self._speculation is not None
+            and bool(self._results.in_flight)
+            and self._speculation.wants_results(len(self._rows.running))
+        )
+
     def schedule(self) -> Plan | None:
-        """The next step, or None if there is nothing to do right now."""
+        """The next step, or None if there is nothing to do right now, or guesses are checked."""
+        if self._results.checks_drafts:
+            return None
         builder = PlanBuilder(
             StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows
         )
@@ -208,6 +229,8 @@ class Scheduler:
         all_run = self._all_run
         if not all_run:
             self._admission.choose_adapters(builder.step_id, self._departures.pause)
+        if self._speculation is not None:
+            self._draft(self._speculation, builder)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
@@ -268,6 +291,30 @@ class Scheduler:
             growing.sort(key=self._importance)
         for request in growing:
             self._continue(request, builder)
+
+    def _draft(self, speculation: Speculation, builder: PlanBuilder) -> None:
+        """Place rows that decode and whose next tokens can be guessed; not where a guess would take
+        the place of another row's token, or the last pages."""
+        running = self._rows.running
+        if not speculation.wants_results(len(running)):
+            return
+        left = speculation.most_tokens(builder.num_tokens_left, len(running))
+        for request in running:
+            if left < 1 or not self._rows.can_draft(request):
+                continue
+            row, lease = request.row, request.lease
+            assert row is not None
+            assert lease is not None
+            computed = int(self._rows.computed[row])
+            tokens = speculation.draft(request, min(left, self._cache.most_drafts(computed + 1)))
+            if not len(tokens):
+                continue
+            end = computed + 1 + len(tokens)
+            extension = self._cache.draft(lease, computed, computed + 1, end, builder.step_id)
+            if not isinstance(extension, Refusal):
+                builder.grow(row, extension)
+                builder.place_draft(row, tokens)
+                left -= len(tokens)
 
     def _continue_by_importance(
         self, growing: Int64s, builder: PlanBuilder, importance: Importance
@@ -445,6 +492,7 @@ class Scheduler:
             total_step_tokens=self._results.total_step_tokens,
             adapters=self._adapters.stats(),
             storage=cache.storage,
+            speculation=None if self._speculation is None else self._speculation.stats(),
             missed_tokens=cache.missed_tokens,
             total_skipped_checkpoints=cache.total_skipped_checkpoints,
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.planes import CacheLayout
-from manyroots.engine.loop import EngineLoop, EventSink
+from manyroots.engine.loop import EngineLoop
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.audit import audit as audit_scheduler
@@ -32,16 +32,12 @@ class SimulatedEngine:
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
 
-def build_engine(
-    settings: SimulationSettings, runner: Runner, events: EventSink | None = None
-) -> SimulatedEngine:
-    """`events`: told after each step which pages came and went."""
+def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:
     layout = CacheLayout.of(settings.block_size, settings.capacities())
-    policies = replace(settings.policies(), records_events=events is not None)
-    cache = PrefixCache(layout, policies)
+    cache = PrefixCache(layout, settings.policies())
     adapters = Residency(settings.adapter_limits())
     scheduler = Scheduler(
         settings.scheduler(), cache, adapters, max_model_len=settings.num_cache_tokens
     )
-    loop = EngineLoop(scheduler, runner, depth=settings.depth, events=events)
+    loop = EngineLoop(scheduler, runner, depth=settings.depth)
     return SimulatedEngine(loop, scheduler, cache, adapters)

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
     "config", "server_config", "files", "kv_configs", "structured_outputs", "snapshot", "process",
+    "speculative_config",
 }  # fmt: skip
 """Files at the top of the package, and two rooms, that any room may import."""
 
@@ -28,8 +29,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "process": set(),
     "adapter_names": {"errors"},
     "kv_configs": {"errors"},
+    "speculative_config": {"errors"},
     "options": {"errors", "adapter_names"},
-    "config": {"errors", "options", "adapter_names", "kv_configs"},
+    "config": {"errors", "options", "adapter_names", "kv_configs", "speculative_config"},
     "server_config": {"errors", "options", "adapter_names", "config", "sampling"},
     "step": {"ids", "sampling"},
     "messages": {"ids", "sampling", "step"},
@@ -38,7 +40,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": BASE,
     "lora": BASE,
     "scheduler": BASE | {"cache", "lora"},
-    "routing": BASE | {"cache"},
     # execute
     "kernels": BASE,
     "distributed": BASE,
@@ -60,20 +61,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the processor's share of a step a runner without a device.
     "bench": BASE
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
-    | {"layers", "kernels", "distributed", "runner", "routing"},
-    "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine", "routing"},
+    | {"layers", "kernels", "distributed", "runner"},
+    "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     # Knows servers by their HTTP alone.
     "conformance": {"errors", "version"},
     "cli": BASE
-    | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine", "conformance"}
-    | {"routing"},
+    | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine", "conformance"},
     "__init__": {"llm", "errors", "sampling", "structured_outputs", "adapter_names"} | {"version"},
     "__main__": {"cli"},
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "routing", "simulate", "text", "api", "observe", "grammar",
-    "conformance",
+    "scheduler", "cache", "lora", "simulate", "text", "api", "observe", "grammar", "conformance",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

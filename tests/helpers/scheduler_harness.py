@@ -21,6 +21,7 @@ from manyroots.runner.fake import FakeRunner, fake_next_token
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.scheduler.speculation import DraftSource
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter, Plan, StepResult
 
 BASE = Namespace(adapter=None, salt=None)
@@ -131,8 +132,11 @@ class SchedulerHarness:
         policy: str = "fcfs",
         adapter_quantum_steps: int | None = None,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
+        speculative_config: str | None = None,
+        draft_source: DraftSource | None = None,
     ) -> None:
         settings = SchedulerSettings(
+            speculative_config=speculative_config,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
@@ -155,7 +159,13 @@ class SchedulerHarness:
             max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
         )
         self.adapters = Residency(limits)
-        self.scheduler = Scheduler(settings, self.cache, self.adapters, max_model_len=longest)
+        self.scheduler = Scheduler(
+            settings,
+            self.cache,
+            self.adapters,
+            max_model_len=longest,
+            draft_source=draft_source,
+        )
         self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}
 

@@ -125,7 +125,7 @@ def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Sa
     arrays = state.arrays(rows, np.full(len(rows), len(output), np.int64))
     sampled = torch_ops.sample(logits.clone(), SamplingRows.of(send(arrays, logits.device), tables))
     at, wanted = np.arange(len(rows)), state.num_logprobs(rows)
-    for entry in choices.logprobs(rows, sampled, at, wanted, VOCAB).values():
+    for entry in choices.logprobs(sampled, at, wanted, VOCAB).values():
         assert not np.isnan([entry.logprob, *entry.top_logprobs]).any()
     return sampled
 

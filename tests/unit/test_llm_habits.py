@@ -74,8 +74,9 @@ def test_s05_names_of_theirs_are_taken_renamed_or_told() -> None:
     assert len(notes) == 2
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size is '2'; only 1"):
         settled(pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="no speculative decoding"):
-        settled(speculative_config={"method": "ngram"})
+    assert settled(speculative_config={"method": "ngram"}).scheduler.speculation()
+    with pytest.raises(ConfigError, match="method 'eagle3'; this engine serves 'suffix'"):
+        settled(speculative_config={"method": "eagle3"})
     with pytest.raises(ConfigError, match="unknown setting 'max_modle_len'"):
         settled(max_modle_len=5)
 

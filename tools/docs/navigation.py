@@ -12,6 +12,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "operating.md",
         "tools.md",
         "structured-output.md",
+        "speculation.md",
         "sampling.md",
         "clients.md",
         "coming-from.md",

@@ -30,7 +30,7 @@ NO_FAULT, NOT_FINITE, ALL_FORBIDDEN, FAILED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """By row of the batch, with one row more for nobody."""
+    """By row of the batch, then a row for nobody, then those of guessed positions."""
 
     counts: Tensor
     """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Right
@@ -45,9 +45,15 @@ class SamplingTables:
     """int32 [rows + 1, vocabulary / 32]: token t is allowed if bit t % 32 of word t / 32 is set"""
 
     @classmethod
-    def zeros(cls, max_num_seqs: int, vocab: int, device: torch.device) -> SamplingTables:
+    def zeros(
+        cls, max_num_seqs: int, vocab: int, device: torch.device, *, num_draft_rows: int = 0
+    ) -> SamplingTables:
+        """`num_draft_rows`: most positions of one step that follow a guess. Each has a row of its
+        own, which is written before the step."""
+
         def table(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(max_num_seqs + 1, width, dtype=dtype, device=device)
+            num_rows = max_num_seqs + 1 + num_draft_rows
+            return torch.zeros(num_rows, width, dtype=dtype, device=device)
 
         return cls(
             counts=table(vocab),

@@ -81,18 +81,20 @@ def test_p11_a_lease_goes_on_from_what_was_accepted_with_other_tokens(
     assert hand.serve(KEY, said, max_output=2) == (len(said) - 1) // 2 * 2
 
 
-def test_p11_units_behind_the_accepted_tokens_are_used_again() -> None:
-    """P11: the runner's tables stay as they are: no unit is given back and none is added for
-    tokens that there is room for."""
+def test_p11_units_after_the_accepted_tokens_are_given_back() -> None:
+    """P11, V03: they are free as soon as the result is processed; the table ends before them."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 8))
     sequence = hand.run(KEY, PROMPT)
     hand.guess(sequence, drafts(hand, sequence, 0, 6))
     table = sequence.held.tables[0].tolist()
+    assert len(table) == 6
     hand.commit()
     assert sequence.num_computed == 6
+    assert sequence.held.tables[0].tolist() == table[:3]
+    assert hand.cache.stats().planes[0].num_held == 3
     hand.guess(sequence, drafts(hand, sequence, 4, 1))
-    assert sequence.held.tables[0].tolist() == table
     hand.commit()
+    assert len(sequence.held.tables[0]) == 5
     hand.end(sequence)
     audit(hand.cache)
     assert hand.cache.stats().planes[0].num_held == 0

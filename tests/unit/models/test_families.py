@@ -54,15 +54,14 @@ def test_f02_layers_that_see_everything_are_the_first_family() -> None:
 
 
 @dataclass(frozen=True)
-class Vector:
+class Latent:
     """A memory of one vector for each token and layer, made up here: what a new kind has to say."""
 
     size: int
     is_paged = True
-    may_pad_prompts = True
     window = None
 
-    def in_dtype(self, dtype: str) -> Vector:
+    def in_dtype(self, dtype: str) -> Latent:
         return self
 
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
@@ -86,21 +85,21 @@ class Vector:
 
 
 @dataclass(frozen=True)
-class VectorSpec:
-    memory: Vector
-    name: str = "vector"
+class LatentSpec:
+    memory: Latent
+    name: str = "latent"
 
 
-def with_vectors() -> Any:
+def with_latents() -> Any:
     """Llama's layers, the last of which has a mixer that no other room knows."""
     spec = tiny_spec("llama")
-    mixers: Any = (VectorSpec(Vector(24)),)
+    mixers: Any = (LatentSpec(Latent(24)),)
     return replace(spec, layers=(*spec.layers[:-1], replace(spec.layers[-1], mixers=mixers)))
 
 
 def test_f02_a_new_kind_of_memory_makes_its_own_arena_and_step_inputs() -> None:
     """F02: neither families nor arenas know what a kind keeps."""
-    keys, latents = families(with_vectors().layers)
+    keys, latents = families(with_latents().layers)
     assert not latents.is_state
     arena = latents.make_arena(3, PAGE, torch.float32, torch.device("cpu"))
     assert arena.layer(0).shape == (3, PAGE, 24)
@@ -124,5 +123,5 @@ def test_f02_a_new_kind_of_memory_makes_its_own_arena_and_step_inputs() -> None:
 )
 def test_f02_a_check_that_does_not_know_a_mixer_says_so(check: Callable[[Any], object]) -> None:
     """F02: instead of passing over it; the type checker names the same places."""
-    with pytest.raises(AssertionError, match="VectorSpec"):
-        check(replace(with_vectors(), layers=with_vectors().layers[-1:]))
+    with pytest.raises(AssertionError, match="LatentSpec"):
+        check(replace(with_latents(), layers=with_latents().layers[-1:]))

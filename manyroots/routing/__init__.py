@@ -1,1 +1,0 @@
-"""Which replica computes a request."""

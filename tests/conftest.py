@@ -43,10 +43,11 @@ ssl.create_default_context = _context
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="run tests of drawn cases with this seed alone")
+    parser.addoption("--times", type=int, default=1, help="draw so many times as many cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    Draw.only_seed = config.getoption("--seed")
+    Draw.only_seed, Draw.times = config.getoption("--seed"), config.getoption("--times")
     gc.disable()
 
 
@@ -62,7 +63,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze = _unfreeze
-    gc.freeze()  # or the end of the process would look through all of it five times
+    gc.unfreeze()  # triton's bindings complain of objects that are there at the end
 
 
 GIB_PER_PROCESS = 1.5

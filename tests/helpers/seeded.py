@@ -2,7 +2,8 @@
 installed (R06).
 
 `@for_seeds(n)` runs a test once for each of n seeds, with a `Draw` of that seed for its argument
-`draw`. A failure names its seed, and `pytest --seed N` runs that one alone.
+`draw`. A failure names its seed, and `pytest --seed N` runs that one alone. `seeds(n)` gives the
+seeds of a test that is parametrized by them. `pytest --times 20` draws twenty times as many cases.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Draw(random.Random):
 
     only_seed: int | None = None
     """Set by `pytest --seed`."""
+    times: int = 1
+    """Set by `pytest --times`."""
 
     def flag(self) -> bool:
         return self.random() < 0.5
@@ -100,6 +103,13 @@ class Draw(random.Random):
         return (None, self.flag(), self.any_integer(), self.any_float(), self.text(most=8))[kind]
 
 
+def seeds(count: int) -> range:
+    """So many, or the one that `pytest --seed` asks for."""
+    if Draw.only_seed is not None:
+        return range(Draw.only_seed, Draw.only_seed + 1)
+    return range(count * Draw.times)
+
+
 def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test that takes a `draw` becomes one that runs for so many seeds."""
 
@@ -109,8 +119,7 @@ def for_seeds(count: int) -> Callable[[Callable[..., None]], Callable[..., None]
 
         @functools.wraps(test)
         def run(*args: Any, **kwargs: Any) -> None:
-            only = Draw.only_seed
-            for seed in range(count) if only is None else (only,):
+            for seed in seeds(count):
                 try:
                     test(*args, draw=Draw(seed), **kwargs)
                 except Exception as error:

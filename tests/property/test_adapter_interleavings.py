@@ -21,6 +21,7 @@ from manyroots.messages import ErrorKind, FinishReason
 from manyroots.sampling import SamplingParams
 from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
 from tests.helpers.adapter_folders import Recipe
+from tests.helpers.seeded import seeds
 
 NAMES = ("a", "b", "c", "d")
 INVOCATION = (7, 8)
@@ -213,7 +214,7 @@ def interleave(seed: int, alone: Alone) -> Counter[str]:
     return traffic.seen
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(40))
 def test_whatever_happens_beside_it_a_request_gives_what_it_gives_alone(
     seed: int, alone: Alone
 ) -> None:

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from manyroots.cache.policies import WriteBack
+from tests.helpers.seeded import Draw, seeds
 from tests.property.cache_oracle import Call, Machine, Setting, Walk
 
-NUM_RULES = 12_000
+NUM_RULES = 6_000
 
 
 def test_r02_the_cache_agrees_with_a_dictionary_over_families_tiers_namespaces_and_salts() -> None:
@@ -18,13 +19,13 @@ def test_r02_the_cache_agrees_with_a_dictionary_over_families_tiers_namespaces_a
     found holds anything else; nothing is lost, kept, published or evicted without a reason; a
     consumer of the events sees the same; and every invariant holds after every rule."""
     ran: Counter[str] = Counter()
-    for seed in range(NUM_RULES // 150):
+    for seed in seeds(NUM_RULES // 150):
         walk = Walk.of(seed)
         try:
             ran += walk.run().ran
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}\n{walk.shortest()}") from error
-    assert sum(ran.values()) >= NUM_RULES, ran
+    assert sum(ran.values()) >= NUM_RULES or Draw.only_seed is not None, ran
 
 
 def test_r02_a_write_back_may_make_room_on_the_host_though_the_device_has_some() -> None:

@@ -1,7 +1,7 @@
 """Faults that are planted are noticed: the tests are worth something.
 
 Here are those that name the tests that must notice them; the others are the decide half's, and are
-planted by `test_mutations_of_the_decide_half_*.py`. MANYROOTS_MUTATIONS=text plants only those
+planted by `test_mutations_of_the_decide_half.py`. MANYROOTS_MUTATIONS=text plants only those
 whose name has the text.
 """
 

@@ -298,7 +298,8 @@ class TierSettings:
     """Where pages go when the device has no room for them, and who is told of it."""
 
     kv_offloading_size: float | None = option(
-        None, "GiB of host memory for pages that leave the device; default: none."
+        None,
+        "GiB of host memory for pages that leave the device, of all ranks together; default: none.",
     )
     kv_offloading_backend: str = option(
         "native", "Accepted for compatibility with vLLM; only native is supported."

@@ -11,6 +11,7 @@ from manyroots.cli.bench_host import add_host
 from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_publish import add_publish
+from manyroots.cli.bench_router import add_router
 from manyroots.cli.bench_table import add_table
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
@@ -47,6 +48,7 @@ def add_bench_command(commands: Any) -> None:
     add_tiers(kinds)
     add_publish(kinds)
     add_host(kinds)
+    add_router(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
     _add_adapters(kinds)

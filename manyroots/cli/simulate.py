@@ -19,8 +19,8 @@ def add_simulate_command(commands: Any) -> None:
     )
     simulate.add_argument(
         "trace", metavar="TRACE", nargs="+",
-        help="JSONL file in our format or Mooncake's, or a generated trace: chat, rollouts, "
-        "agents, scans, documents or reasoning. Several only with --hit-rates",
+        help="JSONL file in our format or Mooncake's, or a generated trace: chat, adapters, "
+        "rollouts, agents, scans, documents or reasoning. Several only with --hit-rates",
     )  # fmt: skip
     engine = simulate.add_argument_group("engine")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
@@ -66,6 +66,11 @@ def add_simulate_command(commands: Any) -> None:
     machine.add_argument(
         "--cost", action="append", default=[], metavar="NAME=VALUE", help="override one cost of it"
     )
+
+    machine.add_argument(
+        "--replicas", type=int, metavar="N",
+        help="this many engines and a router; compares the routing policies",
+    )  # fmt: skip
 
     traffic = simulate.add_argument_group("traffic")
     traffic.add_argument("--seed", type=int, default=0, metavar="N")
@@ -123,6 +128,8 @@ def _run(arguments: dict[str, Any]) -> int:
     arguments["trace"] = arguments["trace"][0]
     job = _job(arguments)
     axes = [parse_axis(text) for text in arguments["sweep"]]
+    if arguments["replicas"] is not None:
+        _check_replicas(job, axes)
     plot = Path(arguments["plot"]) if arguments["plot"] else None
     if plot is not None:
         if not axes:
@@ -132,7 +139,10 @@ def _run(arguments: dict[str, Any]) -> int:
         write_trace(Path(arguments["write_trace"]), job.trace)
         return 0
     _say_what_is_modelled(arguments, job)
-    result = _sweep(arguments["trace"], job, axes, plot) if axes else _once(job)
+    if arguments["replicas"] is not None:
+        result = _replicas(job, arguments["replicas"])
+    else:
+        result = _sweep(arguments["trace"], job, axes, plot) if axes else _once(job)
     if arguments["json"]:
         Path(arguments["json"]).write_text(json.dumps(result, indent=2) + "\n")
     return 0
@@ -227,6 +237,33 @@ def _once(job: SimulationJob) -> dict[str, Any]:
     console.print(group_table("adapter", summary.by_adapter))
     rates = {"best_offline_hit_rate": best, "endless_hit_rate": endless}
     return {**rates, **job.run_json(run)}
+
+
+def _check_replicas(job: SimulationJob, axes: list[Axis]) -> None:
+    from manyroots.errors import ConfigError
+    from manyroots.simulate.faults import NO_FAULTS
+
+    if axes or job.audit or job.faults != NO_FAULTS:
+        raise ConfigError("--replicas goes with neither --sweep nor --audit nor faults.")
+
+
+def _replicas(job: SimulationJob, num_replicas: int) -> dict[str, Any]:
+    from rich.console import Console
+
+    from manyroots.routing.router import RoutingPolicy
+    from manyroots.simulate.replicas import simulate_replicas
+    from manyroots.simulate.result_json import replicas_json
+    from manyroots.simulate.tables import replica_table
+
+    runs = [
+        simulate_replicas(
+            job.trace, job.settings, job.costs,
+            num_replicas=num_replicas, policy=policy, seed=job.seed,
+        )
+        for policy in RoutingPolicy
+    ]  # fmt: skip
+    Console(highlight=False, soft_wrap=True, width=200).print(replica_table(runs))
+    return {"num_replicas": num_replicas, "policies": [replicas_json(run) for run in runs]}
 
 
 def _hit_rates(arguments: dict[str, Any]) -> int:

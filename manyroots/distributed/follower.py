@@ -1,9 +1,9 @@
 """What a rank other than the first does: load its part, then carry out the plans it is sent.
 
-Takes a channel to the first rank and a way to build; gives an exit code. Nothing that it computes
-is answered but that adapters are loaded: results are the first rank's affair. It ends when it is
-told to, when a step fails (the ranks can't be brought back into step), and when the first rank is
-gone.
+Takes a channel to the first rank and a way to build; gives an exit code. Its answers say that
+adapters are loaded and that copies between tiers have ended; results of steps come from the first
+rank alone. It ends when it is told to, when a step fails (the ranks can't be brought back into
+step), and when the first rank is gone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from manyroots.distributed.channel import Channel, ClosedError
 from manyroots.distributed.wire import Join, Loaded, RankMessageKind, StartSteps, decode, encode
 from manyroots.errors import ManyrootsError
-from manyroots.step import AdapterLoaded, DropAdapter, Plan
+from manyroots.step import AdapterLoaded, CopyDone, DropAdapter, Plan
 
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[AdapterLoaded], None]
+Tell = Callable[[AdapterLoaded | CopyDone], None]
 
 
 class Steps(Protocol):
@@ -38,6 +38,10 @@ class Steps(Protocol):
 
     def drop(self, intent: DropAdapter) -> None:
         """Undo a load that failed on another rank."""
+        ...
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Remove this rank's parts of pages from storage."""
         ...
 
     def close(self) -> None: ...
@@ -57,7 +61,8 @@ class RankWorker(Protocol):
         ...
 
     def start(self, start: StartSteps, tell: Tell) -> Steps:
-        """Make room for pages and meet the others. `tell` takes the ends of adapter loads."""
+        """Make room for pages and meet the others. `tell` takes the ends of adapter loads and of
+        copies."""
         ...
 
 
@@ -93,9 +98,11 @@ def _load(
         raise ManyrootsError("the first rank closed before the start")
     assert isinstance(start, StartSteps)
 
-    def tell(answer: AdapterLoaded) -> None:
+    def tell(answer: AdapterLoaded | CopyDone) -> None:
+        is_copy = isinstance(answer, CopyDone)
+        kind = RankMessageKind.COPY if is_copy else RankMessageKind.ADAPTER
         with contextlib.suppress(ClosedError):
-            channel.send(*encode(RankMessageKind.ADAPTER, answer))
+            channel.send(*encode(kind, answer))
 
     return part.start(start, tell)
 
@@ -107,6 +114,8 @@ def _follow(inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]], steps: Steps)
             steps.execute(body)
         elif kind is RankMessageKind.DROP:
             steps.drop(body)
+        elif kind is RankMessageKind.FORGET:
+            steps.forget(body)
         else:
             assert kind is RankMessageKind.CLOSE
             steps.close()

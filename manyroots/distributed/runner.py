@@ -17,7 +17,7 @@ from typing import Any
 from manyroots.distributed.ranks import Ranks
 from manyroots.distributed.wire import RankMessageKind
 from manyroots.errors import UnavailableError
-from manyroots.step import AdapterLoaded, Plan, Runner, StepResult
+from manyroots.step import AdapterLoaded, CopyDone, Plan, Runner, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,17 @@ class RankedRunner:
         ranks: Ranks,
         *,
         on_adapter: Callable[[int, AdapterLoaded], None],
+        on_copy: Callable[[int, CopyDone], None],
         on_death: Callable[[str], None],
         leave: Callable[[], None],
     ) -> None:
         """`on_death` is called once, from a thread of ours; `leave` when nothing runs any more."""
         self._own = own
         self._ranks = ranks
-        self._on_adapter = on_adapter
+        self._hears: dict[RankMessageKind, Callable[[int, Any], None]] = {
+            RankMessageKind.ADAPTER: on_adapter,
+            RankMessageKind.COPY: on_copy,
+        }
         self._on_death = on_death
         self._leave = leave
         self._lock = threading.Lock()
@@ -84,8 +88,7 @@ class RankedRunner:
             promised.set_result(done.result())
 
     def _hear(self, rank: int, kind: RankMessageKind, body: Any) -> None:
-        assert kind is RankMessageKind.ADAPTER
-        self._on_adapter(rank, body)
+        self._hears[kind](rank, body)
 
     def _die(self, reason: str) -> None:
         with self._lock:

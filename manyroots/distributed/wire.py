@@ -19,6 +19,7 @@ from manyroots.step import (
     Arrival,
     Bools,
     Copy,
+    CopyDone,
     DropAdapter,
     Int32s,
     LoadAdapter,
@@ -36,10 +37,12 @@ class RankMessageKind(enum.Enum):
     START = b"s"
     PLAN = b"p"
     DROP = b"d"
+    FORGET = b"g"
     CLOSE = b"q"
     # to the first rank
     LOADED = b"l"
     ADAPTER = b"a"
+    COPY = b"c"
     FAILED = b"f"
 
 
@@ -104,9 +107,11 @@ _TYPES: dict[RankMessageKind, Any] = {
     RankMessageKind.START: StartSteps,
     RankMessageKind.PLAN: _Plan,
     RankMessageKind.DROP: DropAdapter,
+    RankMessageKind.FORGET: tuple[bytes, ...],
     RankMessageKind.CLOSE: None,
     RankMessageKind.LOADED: Loaded,
     RankMessageKind.ADAPTER: AdapterLoaded,
+    RankMessageKind.COPY: CopyDone,
     RankMessageKind.FAILED: str,
 }
 _FIELDS = tuple(field.name for field in fields(_Plan) if field.name != "adapters")

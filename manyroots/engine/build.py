@@ -33,8 +33,8 @@ from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo, Submit
 from manyroots.models.decoder import Decoder
-from manyroots.models.families import LayerFamily
-from manyroots.models.load import refill, rehearse
+from manyroots.models.families import LayerFamily, families, pages_in, with_pages_in
+from manyroots.models.load import describe, refill, rehearse
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.process.progress import stage
 from manyroots.runner.logprobs import same_within
@@ -173,11 +173,19 @@ def _identity(
     if not policies.uses_storage and not policies.records_events:
         return b""
     weights = model_identity(source, settings.model.load_format, settings.model.seed)
-    layout = layout_identity(model.families, page_size, model.dtype)
+    layout = layout_identity(_whole_families(source, model), page_size, model.dtype)
     kept = settings.model.quantization.encode()
     parts = (weights, layout, model.device.type.encode(), kept)
     factor = settings.model.yarn_factor
     return framed(*parts) if factor is None else framed(*parts, f"yarn {factor}".encode())
+
+
+def _whole_families(source: ModelSource, model: Decoder) -> Sequence[LayerFamily]:
+    """Those of the whole model, however many ranks divide it: a page has one hash everywhere. The
+    key of a unit in storage has the rank and the number of ranks besides."""
+    if model.shard.is_whole:
+        return model.families
+    return families(with_pages_in(describe(source), pages_in(model.spec)).layers)
 
 
 def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:

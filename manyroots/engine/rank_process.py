@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from manyroots.models.source import resolve_source
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import DropAdapter, Plan
 from manyroots.store.adapter_ranks import FollowingLoader
+from manyroots.store.copy_ends import ForwardedEnds
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class _Steps:
         if self.adapters is None:
             raise RuntimeError(f"this rank has no adapters, and is told {intent}")
         self.adapters.loader.start([intent])
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        self.runner.forget_stored(hashes)
 
     def close(self) -> None:
         self.runner.close()
@@ -65,7 +70,7 @@ class _Part:
         adapters = loaded.make_adapters(self.settings, sizes, partial(FollowingLoader, tell=tell))
         model = loaded.model
         join_group(model.shard, self.folder, device_type=model.device.type)
-        runner = loaded.make_runner(self.settings, sizes, adapters)
+        runner = loaded.make_runner(self.settings, sizes, adapters, ends=ForwardedEnds(tell))
         return _Steps(runner, adapters)
 
 

@@ -7,7 +7,7 @@ than one rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,7 @@ from manyroots.models.source import ModelSource
 from manyroots.process.progress import stage
 from manyroots.step import AdapterLoaded
 from manyroots.store.adapter_ranks import FirstLoader
+from manyroots.store.copy_ends import CollectedEnds
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +57,25 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
             join_group(shard, ranks.folder, device_type=worker.model.device.type)
         with stage("pages and warm-up"):
             grammars = make_grammars(settings, source, worker)
-            own = worker.make_runner(settings, sizes, adapters, grammars)
+            ends = CollectedEnds(shard.size)
+            own = worker.make_runner(settings, sizes, adapters, grammars, ends)
         logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(
-            own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
+            own,
+            ranks,
+            on_adapter=_ear(adapters),
+            on_copy=ends.hear,
+            on_death=alarm.ring,
+            leave=leave_group,
         )
-        # Ranks have no storage: tiers are refused with more than one.
-        return Executor(
-            worker, num_pages, sizes, runner, adapters, grammars, own.forget_stored, alarm
-        )
+
+        def forget(hashes: Sequence[bytes]) -> None:
+            # The others first: each removes its parts before it writes any of a later plan.
+            ranks.send(RankMessageKind.FORGET, tuple(hashes))
+            own.forget_stored(hashes)
+
+        return Executor(worker, num_pages, sizes, runner, adapters, grammars, forget, alarm)
 
 
 def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:

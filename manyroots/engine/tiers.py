@@ -16,12 +16,14 @@ from pathlib import Path
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.config import EngineSettings, TierSettings
+from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
 from manyroots.files.gguf_header import read_metadata
 from manyroots.files.gguf_parts import parts_of
 from manyroots.models.source import ModelSource
 from manyroots.store.arena import UnitArena
 from manyroots.store.backends.choice import open_backend
+from manyroots.store.copy_ends import CopyEnds
 from manyroots.store.host_arena import HostArena
 from manyroots.store.layer_arrivals import LayerGroups
 from manyroots.store.storage_link import UnitStorage
@@ -41,11 +43,6 @@ def check_tiers(settings: EngineSettings) -> None:
     if not tiers.is_on:
         return
     flag = "--kv-offloading-size" if tiers.has_host else "--kv-storage"
-    if settings.model.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{flag} goes with one rank so far, and --tensor-parallel-size is "
-            f"{settings.model.tensor_parallel_size}; leave one of them out."
-        )
     if not settings.cache.enable_prefix_caching:
         raise ConfigError(
             f"{flag} keeps what the prefix cache has, and that is off; leave out "
@@ -57,15 +54,18 @@ def with_host(
     settings: TierSettings,
     capacities: tuple[Capacity, ...],
     unit_bytes: Sequence[int],
+    *,
     num_request_pages: int,
+    num_ranks: int,
 ) -> tuple[Capacity, ...]:
-    """Room on the host for each family, beside the device's. `num_request_pages`: of the longest
-    request, which is what passes through where there is no host tier."""
+    """Room on the host for each family, beside the device's. `unit_bytes`: of one rank's units.
+    `num_request_pages`: of the longest request, which is what passes through where there is no
+    host tier."""
     if not settings.is_on:
         return capacities
     sizes = list(zip(capacities, unit_bytes, strict=True))
     on_device = sum(capacity.num_device_units * size for capacity, size in sizes)
-    wanted, least = _host_bytes(settings, sum(unit_bytes)), 1
+    wanted, least = _host_bytes(settings, sum(unit_bytes), num_ranks), 1
     if wanted is None:
         wanted, least = int(on_device * STAGING_SHARE), num_request_pages
     return tuple(
@@ -74,13 +74,16 @@ def with_host(
     )
 
 
-def _host_bytes(settings: TierSettings, page_bytes: int) -> int | None:
-    """What was asked for; None without a host tier."""
+def _host_bytes(settings: TierSettings, page_bytes: int, num_ranks: int) -> int | None:
+    """What was asked for, for one rank: a size in bytes is that of all ranks together, as in vLLM.
+    None without a host tier."""
     transfer = settings.transfer()
-    if settings.kv_offloading_size is not None:
-        return int(settings.kv_offloading_size * 2**30)
     num_pages = settings.num_host_pages or transfer.num_host_pages
-    return transfer.host_bytes if num_pages is None else num_pages * page_bytes
+    if num_pages is not None:
+        return num_pages * page_bytes
+    size = settings.kv_offloading_size
+    num_bytes = transfer.host_bytes if size is None else int(size * 2**30)
+    return None if num_bytes is None else num_bytes // num_ranks
 
 
 def make_tiers(
@@ -88,9 +91,11 @@ def make_tiers(
     device: Sequence[UnitArena],
     capacities: Sequence[Capacity],
     layers: Sequence[tuple[int, ...]],
+    shard: Shard,
+    ends: CopyEnds | None,
 ) -> TierCopies | None:
-    """What carries out copies below the device; None where there is nothing below. `layers`: of
-    each family, where its layers are in the model."""
+    """What carries out one rank's copies below the device; None where there is nothing below.
+    `layers`: of each family, where its layers are in the model."""
     if not settings.is_on:
         return None
     host = [
@@ -99,10 +104,13 @@ def make_tiers(
     ]
     num_bytes = sum(arena.data.numel() * arena.data.itemsize for arena in host)
     kind = "host tier" if settings.has_host else "staging for storage in host memory"
-    logger.info("%s: %.2f GiB", kind, num_bytes / 2**30)
+    logger.info("%s: %.2f GiB%s", kind, num_bytes / 2**30, "" if shard.is_whole else " a rank")
     backend = open_backend(settings)
-    storage = None if backend is None else UnitStorage(backend, settings.kv_storage_timeout_s)
-    return TierCopies(device, host, storage, LayerGroups(tuple(layers)))
+    storage = None
+    if backend is not None:
+        timeout_s = settings.kv_storage_timeout_s
+        storage = UnitStorage(backend, timeout_s, shard.rank, shard.size)
+    return TierCopies(device, host, storage, LayerGroups(tuple(layers)), ends)
 
 
 def tier_policies(settings: TierSettings, *, is_gpu: bool = False) -> CachePolicies:

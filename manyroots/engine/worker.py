@@ -44,6 +44,7 @@ from manyroots.process.progress import stage
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.copy_ends import CopyEnds
 
 if TYPE_CHECKING:
     from manyroots.engine.loop import Alarm
@@ -88,7 +89,11 @@ class Worker:
         """What each family has on each tier, as the cache sees it."""
         memory, longest = self.memory, -(-sizes.max_model_len // settings.cache.block_size)
         return with_host(
-            settings.tiers, memory.capacities(sizes), memory.unit_bytes, num_request_pages=longest
+            settings.tiers,
+            memory.capacities(sizes),
+            memory.unit_bytes,
+            num_request_pages=longest,
+            num_ranks=self.model.shard.size,
         )
 
     def make_runner(
@@ -97,11 +102,13 @@ class Worker:
         sizes: Sizes,
         adapters: AdapterRuntime | None,
         grammars: GrammarCache | None = None,
+        ends: CopyEnds | None = None,
     ) -> ModelRunner:
-        """Give it pages and rows. Ranks have met by now. `grammars`: of the rank that chooses."""
+        """Give it pages and rows. Ranks have met by now. `grammars`: of the rank that chooses.
+        `ends`: where this rank reports the ends of its copies, if there are several."""
         loader = None if adapters is None else adapters.loader
         capacities = self.capacities(settings, sizes)
-        runner = _runner(settings, self.model, sizes, loader, capacities, grammars)
+        runner = _runner(settings, self.model, sizes, loader, capacities, grammars, ends)
         runner.warm_up(settings.scheduler.max_num_batched_tokens)
         return runner
 
@@ -219,6 +226,7 @@ def _runner(
     loader: AdapterLoader | None,
     capacities: tuple[Capacity, ...] | None = None,
     grammars: GrammarCache | None = None,
+    ends: CopyEnds | None = None,
 ) -> ModelRunner:
     """`capacities`: None for a runner that moves nothing."""
     page_size = settings.cache.block_size
@@ -233,7 +241,12 @@ def _runner(
         None
         if capacities is None
         else make_tiers(
-            settings.tiers, arenas, capacities, [family.layers for family in model.families]
+            settings.tiers,
+            arenas,
+            capacities,
+            [family.layers for family in model.families],
+            model.shard,
+            ends,
         ),
         page_size=page_size,
         max_num_seqs=settings.scheduler.max_num_seqs,

@@ -18,7 +18,7 @@ from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.blocks import BlockMatrix
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
-from manyroots.kernels.fused_moe.routing import Routing, Scoring
+from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
 from manyroots.kernels.latent.inputs import KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
@@ -188,6 +188,7 @@ class FusedMoeOps(Protocol):
         scoring: Scoring,
         bias: Tensor | None = None,
         factor: float = 1.0,
+        groups: ExpertGroups | None = None,
     ) -> Routing: ...
     def experts(
         self,

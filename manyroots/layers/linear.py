@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
-from manyroots.kernels.lora_ops.sites import LinearSite
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -56,7 +56,11 @@ class Linear:
         self._kernels = context.kernels
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
-        rows = None if self.pooled is None else step.lora
+        return self.of(x, step.lora)
+
+    def of(self, x: NormedRows, lora: LoraRows | None) -> DeferredOutput:
+        """The product of rows that need not be the step's tokens, and have these adapters."""
+        rows = None if self.pooled is None else lora
         kernels, weight = self._kernels, self.weight
         if isinstance(x, DeferredRMSNorm) or self._is_own(
             x.shape[0], has_adapters=rows is not None

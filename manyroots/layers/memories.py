@@ -16,6 +16,8 @@ from torch import Tensor
 
 from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
 from manyroots.kernels.choice import Kernels
+from manyroots.kernels.latent.inputs import row_bytes
+from manyroots.kernels.latent.step import LatentStep, PromptLens
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.store.arena import Arena, PageArena, PartShape, StateArena, state_bytes
 
@@ -46,6 +48,9 @@ class StepRows:
     """The most tokens of one sequence."""
     page_size: int
     is_padded: bool
+    prompt_lens: PromptLens | None
+    """What the host knows of sequences that do not decode; None: there are none, or the step is
+    captured."""
 
 
 class Memory(Protocol):
@@ -55,6 +60,10 @@ class Memory(Protocol):
     def is_paged(self) -> bool:
         """Whether units are pages, in which each token has a place of its own: then a prompt's
         tokens may be computed as rows side by side. Else a unit is the state of a sequence."""
+
+    @property
+    def may_pad_prompts(self) -> bool:
+        """Whether layers compute a step with prompts of which the host knows only the size."""
 
     @property
     def window(self) -> int | None:
@@ -89,6 +98,7 @@ class KV:
     """Keys and values of the tokens that a query may see."""
 
     is_paged: ClassVar[bool] = True
+    may_pad_prompts: ClassVar[bool] = True
 
     kv_heads: int
     head_dim: int
@@ -142,6 +152,60 @@ class KV:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """One latent and one rotated part per token, which all heads share (MLA)."""
+
+    is_paged: ClassVar[bool] = True
+    may_pad_prompts: ClassVar[bool] = False
+    """Prompts are cut by their lengths."""
+    window: ClassVar[None] = None
+
+    latent: int
+    rope: int
+    """Numbers of either part."""
+    dtype: str | None = None
+    """Torch's name of what they are kept in; None is the model's own."""
+
+    def in_dtype(self, dtype: str) -> Latent:
+        return Latent(self.latent, self.rope, dtype)
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        width, kept = self._row(dtype)
+        return num_layers * page_size * width * kept.itemsize
+
+    def units_read(self, context: float) -> float:
+        return context
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, scales included."""
+        width, kept = self._row(dtype)
+        return PageArena(num_units, page_size, num_layers, (page_size, width), kept, device)
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        return LatentStep(
+            page_table=rows.page_tables[place],
+            context_lens=rows.context_lens,
+            num_decodes=rows.num_decodes,
+            slot_mapping=SlotMapping(rows.pages[place], rows.offsets),
+            page_size=rows.page_size,
+            prompts=rows.prompt_lens,
+        )
+
+    def _row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """How many of what a token takes."""
+        kept = kept_in(self.dtype, dtype)
+        width = self.latent + self.rope
+        return (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
+
+
+@dataclass(frozen=True, slots=True)
 class StatePart:
     """One tensor of a state."""
 
@@ -156,6 +220,7 @@ class StateMemory:
     """One state that stands for all tokens so far."""
 
     is_paged: ClassVar[bool] = False
+    may_pad_prompts: ClassVar[bool] = False
 
     parts: tuple[StatePart, ...]
 

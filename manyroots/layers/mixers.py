@@ -14,10 +14,18 @@ from manyroots.layers.attention import Attention
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
+from manyroots.layers.latent_attention import LatentAttention
 from manyroots.layers.linear import Linear
 from manyroots.layers.mamba import Mamba2
 from manyroots.layers.short_conv import ShortConv
-from manyroots.layers.spec import AttentionSpec, DeltaSpec, MambaSpec, MixerSpec, ShortConvSpec
+from manyroots.layers.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    LatentSpec,
+    MambaSpec,
+    MixerSpec,
+    ShortConvSpec,
+)
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fills
 from manyroots.store.adapter_sites import SitePart
@@ -40,6 +48,7 @@ class Mixer(Protocol):
 
 _CLASSES: dict[type[MixerSpec], Any] = {
     AttentionSpec: Attention,
+    LatentSpec: LatentAttention,
     ShortConvSpec: ShortConv,
     DeltaSpec: GatedDeltaNet,
     MambaSpec: Mamba2,

@@ -120,7 +120,7 @@ class SparseMLP:
         spec, moe = self._spec, self._kernels.fused_moe
         routing = moe.route(
             scores.sums, spec.experts_per_token, scores.lora,
-            scoring=spec.scoring, bias=self._router_bias, factor=spec.factor,
+            scoring=spec.scoring, bias=self._router_bias, factor=spec.factor, groups=spec.groups,
         )  # fmt: skip
         return DeferredOutput(moe.experts(x, routing, self.experts.data, self._adapters(step)))
 

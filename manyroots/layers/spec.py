@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.fused_moe.routing import Scoring
-from manyroots.layers.memories import KV, StateMemory, StatePart
+from manyroots.kernels.fused_moe.routing import ExpertGroups, Scoring
+from manyroots.layers.memories import KV, Latent, StateMemory, StatePart
 
 Divide = Callable[[str, int], int]
 """What a rank has of a number of things, which are named; raises where ranks can't share them."""
@@ -71,6 +71,54 @@ class AttentionSpec:
         biases = rows * self.qkv_bias + hidden_size * self.o_bias
         norms = (q + kv if self.norm_spans_heads else 2 * dim) * self.qk_norm
         return weights + biases + norms + self.num_heads * self.has_sinks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """A layer that mixes tokens by latent attention (MLA): keys and values of all heads are
+    products of one latent."""
+
+    num_heads: int
+    nope: int
+    """Numbers of a query and a key that are not rotated; the others are the memory's `rope`."""
+    value_dim: int
+    memory: Latent
+    q_rank: int | None
+    """The size of the queries' own latent; None: queries are one product."""
+    rope: int
+    """Which of the model's `ropes` turns its queries and keys."""
+    is_interleaved: bool
+    """Whether the two numbers of a pair that is rotated are neighbours."""
+    scale: float
+    """Scores are multiplied with it."""
+    bias: bool
+    """Of the first products and the last."""
+    norm_eps: float
+    """Of the latents' norms."""
+    name: str = "self_attn"
+
+    def cut(self, divide: Divide) -> LatentSpec:
+        return replace(self, num_heads=divide("number of attention heads", self.num_heads))
+
+    def num_weights(self, hidden_size: int) -> int:
+        latent, rope = self.memory.latent, self.memory.rope
+        heads, first = self.num_heads, self.q_rank or 0
+        width = latent + rope + first
+        weights = width * hidden_size + (first or hidden_size) * heads * (self.nope + rope)
+        weights += latent * heads * (self.nope + self.value_dim)
+        weights += heads * self.value_dim * hidden_size
+        return weights + (width + hidden_size) * self.bias + latent + first
+
+    def prefers_latents(self, num_queries: int, num_keys: int, num_seen: int) -> bool:
+        """Whether prompts cost less if their queries attend to latents, as decoding does, than if
+        keys and values are expanded. Counted in multiplications of one head: a pair of query and
+        key is wider as a latent, and to expand a key is as much as to absorb it into a query.
+        `num_seen`: pairs."""
+        latent, rope = self.memory.latent, self.memory.rope
+        absorb = latent * (self.nope + self.value_dim)
+        as_latents = num_seen * (2 * latent + rope) + num_queries * absorb
+        expanded = num_seen * (self.nope + rope + self.value_dim) + num_keys * absorb
+        return as_latents <= expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +265,7 @@ class MambaSpec:
         return weights + biases + norm + 3 * self.num_heads
 
 
-MixerSpec = AttentionSpec | ShortConvSpec | DeltaSpec | MambaSpec
+MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec | DeltaSpec | MambaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +306,8 @@ class ExpertsSpec:
     """Whether each expert has a number that counts in the choice alone."""
     factor: float = 1.0
     """What the weights of the chosen ones are multiplied with."""
+    groups: ExpertGroups | None = None
+    """Where a token chooses groups of experts first."""
     is_interleaved: bool = False
     """Whether the checkpoint has gates and ups by turns, as adapters that PEFT made for it then do
     (see `Target`)."""

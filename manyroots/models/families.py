@@ -13,10 +13,11 @@ from typing import assert_never
 
 import torch
 
-from manyroots.layers.memories import KV, Memory
+from manyroots.layers.memories import KV, Latent, Memory
 from manyroots.layers.spec import (
     AttentionSpec,
     DeltaSpec,
+    LatentSpec,
     LayerSpec,
     MambaSpec,
     MixerSpec,
@@ -66,6 +67,8 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
         match mixer:
             case AttentionSpec():
                 return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
+            case LatentSpec():
+                return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
             case ShortConvSpec() | DeltaSpec() | MambaSpec():
                 return mixer  # a state is no page
             case _:
@@ -78,7 +81,8 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
 def pages_in(spec: ModelSpec) -> str:
     """How a model's keys and values are kept, in the same words."""
     memories = (mixer.memory for layer in spec.layers for mixer in layer.mixers)
-    is_fp8 = any(isinstance(memory, KV) and memory.dtype == FP8_PAGES for memory in memories)
+    tokens = (memory for memory in memories if isinstance(memory, KV | Latent))
+    is_fp8 = any(memory.dtype == FP8_PAGES for memory in tokens)
     return "fp8" if is_fp8 else AUTO
 
 

@@ -118,6 +118,12 @@ FIELDS: dict[str, Field] = {
     "num_experts_per_tok": whole(0, MAX_SIDE),
     "moe_intermediate_size": whole(1, MAX_SIDE),
     "norm_topk_prob": FLAG,
+    "n_shared_experts": whole(1, MAX_SIDE),
+    "n_routed_experts": whole(1, MAX_SIDE),
+    "routed_scaling_factor": POSITIVE,
+    "n_group": whole(1, MAX_SIDE, or_none=True),
+    "topk_group": whole(1, MAX_SIDE, or_none=True),
+    "first_k_dense_replace": whole(0, MAX_LAYERS),
     "eos_token_id": TOKENS,
     "embedding_multiplier": POSITIVE,
 }

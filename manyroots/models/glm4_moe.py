@@ -22,7 +22,7 @@ from manyroots.models.architecture import (
     Values,
     renamed,
 )
-from manyroots.models.fields import FLAG, MAX_LAYERS, MAX_SIDE, POSITIVE, whole
+from manyroots.models.fields import FLAG
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 from manyroots.models.weights.gguf_file import GGUFFile
@@ -138,15 +138,7 @@ ARCHITECTURES = {
         describe,
         translate,
         has_drafting_layers=True,
-        fields={
-            "n_shared_experts": whole(1, MAX_SIDE),
-            "n_routed_experts": whole(1, MAX_SIDE),
-            "routed_scaling_factor": POSITIVE,
-            "n_group": whole(1, MAX_SIDE),
-            "topk_group": whole(1, MAX_SIDE),
-            "first_k_dense_replace": whole(0, MAX_LAYERS),
-            "use_qk_norm": FLAG,
-        },
+        fields={"use_qk_norm": FLAG},
         gguf=GgufForm(
             "glm4moe",
             "glm4_moe",

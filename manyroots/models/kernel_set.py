@@ -17,6 +17,7 @@ from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.layers.spec import (
     AttentionSpec,
     DeltaSpec,
+    LatentSpec,
     MambaSpec,
     MixerSpec,
     ShortConvSpec,
@@ -65,7 +66,7 @@ def _why_not(mixer: MixerSpec) -> str | None:
             sides = {"key": mixer.key_dim, "value": mixer.value_dim}
         case MambaSpec():
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
-        case ShortConvSpec():
+        case ShortConvSpec() | LatentSpec():
             return None
         case _:
             assert_never(mixer)
@@ -108,6 +109,8 @@ def _kv_heads(mixer: MixerSpec) -> int:
     match mixer:
         case AttentionSpec():
             return mixer.memory.kv_heads
+        case LatentSpec():
+            return 1
         case ShortConvSpec() | DeltaSpec() | MambaSpec():
             return 0
         case _:

@@ -12,15 +12,18 @@ from manyroots.models.architecture import Architecture, ConfigType
 from manyroots.models.fields import Field
 
 _FILES = (
+    "deepseek",
     "falcon_h1",
     "gemma2",
     "gemma3",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt_oss",
     "granite",
     "granite_hybrid",
     "lfm2",
     "llama",
+    "minicpm3",
     "mistral",
     "mixtral",
     "nemotron_h",

@@ -57,9 +57,9 @@ class RequestWatch:
     def __init__(self, facts: RequestFacts, sinks: Sequence[Sink]) -> None:
         self._facts = facts
         self._sinks = sinks
+        facts.begin_ns = time.time_ns()
         self._begin = time.monotonic()
         self._reasons: dict[int, str] = {}
-        facts.begin_ns = time.time_ns()
         # A prompt counts once, however many choices it has.
         facts.num_prompt_tokens = sum(len(submit.prompt) for submit in facts.submits[:: facts.n])
 
@@ -87,7 +87,7 @@ class RequestWatch:
         for sink in self._sinks:
             try:
                 sink(facts)
-            except Exception:  # whoever watches must not harm who is watched
+            except Exception:  # a failing log must not harm the request
                 logger.exception("a request's facts could not be passed on")
 
 

@@ -85,6 +85,7 @@ class UsageLog:
     def take(self, facts: RequestFacts) -> None:
         line = {
             "time": facts.begin_ns / 1e9,
+            "seconds": facts.total_s,
             "id": facts.id,
             "key": facts.tenant,
             "adapter": _adapter_of(facts),

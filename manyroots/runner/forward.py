@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from manyroots.kernels.latent.step import PromptLens
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
 from manyroots.layers.memories import StepRows
@@ -51,12 +52,14 @@ class Forward:
         before_layer: Callable[[int], None] | None = None,
         is_padded: bool = False,
         logits_indices: LogitsIndices | None = None,
+        prompt_lens: PromptLens | None = None,
     ) -> Tensor:
         """Hidden states of all tokens or of those at `logits_indices`. The first `num_decodes`
         sequences have one token each; those of a step that has no others need no `rows`, `starts`
         and `blocks`. `max_chunk`: the most tokens of one sequence; `max_len`: the longest context,
         where it is known. `before_layer`:
-        as in `Step`. `is_padded`: whether tokens and sequences may be nobody's."""
+        as in `Step`. `is_padded`: whether tokens and sequences may be nobody's. `prompt_lens`: what
+        the host knows of sequences that do not decode."""
         decoder, kernels = self.decoder, self.decoder.kernels
         tokens, tables = kernels.decode_rows.begin(
             views.tokens, views.token_rows, self.rows.newest,
@@ -77,6 +80,7 @@ class Forward:
             max_chunk=max_chunk,
             page_size=self._page_size,
             is_padded=is_padded,
+            prompt_lens=prompt_lens,
         )
         step = Step(
             ropes=tuple(

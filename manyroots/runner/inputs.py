@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.ids import NO_ADAPTER
+from manyroots.kernels.latent.step import PromptLens
 from manyroots.step import Int32s
 
 Int64s = npt.NDArray[np.int64]
@@ -64,6 +65,14 @@ class StepInputs:
     def is_decode(self) -> bool:
         """Whether every sequence has a single token."""
         return self.num_decodes == len(self.rows)
+
+    @property
+    def prompt_lens(self) -> PromptLens | None:
+        """Of sequences that do not decode; None: all do."""
+        if self.is_decode:
+            return None
+        count = self.num_decodes
+        return PromptLens(np.diff(self.query_starts)[count:], self.context_lens[count:])
 
 
 def table_rows_of(inputs: StepInputs, spare_row: int) -> Int32s:

@@ -158,6 +158,7 @@ class ModelRunner:
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
+        self._may_pad_prompts = all(f.memory.may_pad_prompts for f in decoder.families)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
         self._answers_thread = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens") if is_gpu else None
@@ -272,7 +273,7 @@ class ModelRunner:
 
     def _may_pad(self, inputs: StepInputs) -> bool:
         """Whether a graph of prompts beside decodes computes all that this step is asked for."""
-        return not inputs.is_decode and self._may_split_prompts and self._wants_tokens_only(inputs)
+        return not inputs.is_decode and self._may_pad_prompts and self._wants_tokens_only(inputs)
 
     def _wants_tokens_only(self, inputs: StepInputs) -> bool:
         """And such logprobs as the sampler gives."""
@@ -380,6 +381,7 @@ class ModelRunner:
             max_len=int(inputs.context_lens.max()),
             before_layer=None if arrivals is None else arrivals.before_layer,
             logits_indices=logits_indices,
+            prompt_lens=inputs.prompt_lens,
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:

@@ -69,9 +69,12 @@ class Warmup:
         return hidden * max_num_tokens // count + sampling + graphs
 
     def _mixed(self, max_num_tokens: int) -> list[MixedShape]:
-        """Steps of prompts beside decodes that are graphs: none where layers remember states."""
-        rows = self._forward.rows.spare
-        return [] if len(rows.units) else all_shapes(rows.row, max_num_tokens)
+        """Steps of prompts beside decodes that are graphs: none where layers need more of them than
+        their size."""
+        families = self._forward.decoder.families
+        if not all(family.memory.may_pad_prompts for family in families):
+            return []
+        return all_shapes(self._forward.rows.spare.row, max_num_tokens)
 
     def _prefill(self, num_tokens: int, *, with_adapters: bool) -> None:
         rows = self._forward.rows
@@ -82,7 +85,10 @@ class Warmup:
         )
         named = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
         lora = self._lora(inputs.token_slots)
-        self._forward.hidden(StepViews.of(named), inputs.num_decodes, lora, max_chunk=num_tokens)
+        self._forward.hidden(
+            StepViews.of(named), inputs.num_decodes, lora, max_chunk=num_tokens,
+            prompt_lens=inputs.prompt_lens,
+        )  # fmt: skip
 
     def _sample(self) -> None:
         decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row

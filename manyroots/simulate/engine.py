@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.planes import CacheLayout
-from manyroots.engine.loop import EngineLoop
+from manyroots.engine.loop import EngineLoop, EventSink
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.audit import audit as audit_scheduler
@@ -32,12 +32,16 @@ class SimulatedEngine:
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
 
-def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:
+def build_engine(
+    settings: SimulationSettings, runner: Runner, events: EventSink | None = None
+) -> SimulatedEngine:
+    """`events`: told after each step which pages came and went."""
     layout = CacheLayout.of(settings.block_size, settings.capacities())
-    cache = PrefixCache(layout, settings.policies())
+    policies = replace(settings.policies(), records_events=events is not None)
+    cache = PrefixCache(layout, policies)
     adapters = Residency(settings.adapter_limits())
     scheduler = Scheduler(
         settings.scheduler(), cache, adapters, max_model_len=settings.num_cache_tokens
     )
-    loop = EngineLoop(scheduler, runner, depth=settings.depth)
+    loop = EngineLoop(scheduler, runner, depth=settings.depth, events=events)
     return SimulatedEngine(loop, scheduler, cache, adapters)

@@ -18,7 +18,8 @@ from manyroots.simulate.trace import Trace
 from manyroots.simulate.trace_file import read_trace
 
 DEFAULT_NUM_REQUESTS = {
-    "chat": 300, "rollouts": 64, "agents": 200, "scans": 400, "documents": 400, "reasoning": 300,
+    "chat": 300, "adapters": 1000, "rollouts": 64, "agents": 200, "scans": 400, "documents": 400,
+    "reasoning": 300,
 }  # fmt: skip
 """Lines of a made trace: some seconds of real time each."""
 

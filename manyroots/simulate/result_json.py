@@ -8,6 +8,7 @@ from typing import Any
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.faults import Faults
 from manyroots.simulate.records import Record
+from manyroots.simulate.replicas import ReplicasRun
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.simulation import SimulationRun
 from manyroots.simulate.summary import SequenceGroup, Summary, summarize
@@ -30,6 +31,15 @@ def run_json(run: SimulationRun) -> dict[str, Any]:
     return {
         "summary": summary_json(summarize(run)),
         "sequences": [_record_json(record) for record in run.records],
+    }
+
+
+def replicas_json(run: ReplicasRun) -> dict[str, Any]:
+    return {
+        "policy": run.policy.value,
+        "queue_ratio": run.queue_ratio,
+        "mean_open": run.mean_open,
+        "summary": summary_json(summarize(run.merged)),
     }
 
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from manyroots.engine.loop import EventSink
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import Abort, FinishReason, Output, StepOutputs, StorageStats
@@ -81,17 +83,20 @@ def simulate(
     audit: bool = False,
 ) -> SimulationRun:
     """Run a trace to its end."""
-    simulation = _Simulation(trace, settings.with_pages(costs), costs, seed, faults, audit)
+    simulation = EngineSimulation(trace, settings.with_pages(costs), costs, seed, faults, audit)
     try:
-        return simulation.run()
+        with quiet_loop():
+            simulation.receive_trace(trace)
+            simulation.advance_to(math.inf)
+            return simulation.finish()
     except ManyrootsError:
         raise
     except Exception as error:
         raise SimulationError(f"seed {seed}, round {simulation.round}: {error}") from error
 
 
-class _Simulation:
-    """One run under way."""
+class EngineSimulation:
+    """One engine under way. It is given sequences in the order of their arrival."""
 
     def __init__(
         self,
@@ -101,7 +106,9 @@ class _Simulation:
         seed: int,
         faults: Faults,
         audit: bool,
+        events: EventSink | None = None,
     ) -> None:
+        """`trace`: whose adapters it has."""
         self.settings = settings
         self.audits = audit
         self.seen = SeenPrefixes(settings.block_size) if audit else None
@@ -110,7 +117,8 @@ class _Simulation:
         self.faults = FaultSource(faults, seed)
         self.replies: dict[RequestId, list[int]] = {}
         self.records: dict[RequestId, Record] = {}
-        self.coming = self._arrivals(trace)
+        self.coming: deque[tuple[float, TraceSequence]] = deque()
+        """Every sequence it was given, with the time it comes at."""
         self.aborts: list[tuple[int, RequestId]] = []
         """A heap of (round, who leaves then)."""
         self.reloads: list[tuple[int, int, RequestId, str]] = []
@@ -124,22 +132,47 @@ class _Simulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, self.runner)
+        self.engine = build_engine(settings, self.runner, events)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
+        self.on_output: Callable[[Output, Record], None] = lambda output, record: None
+        """Told of each output after it is recorded."""
         self.num_audits = 0
         self.peak_held_pages = 0
         self.idle_rounds = 0
         self.silent_rounds = 0
 
-    def run(self) -> SimulationRun:
-        with _quiet_loop():
-            while self.coming or self.engine.scheduler.is_serving:
-                if not self.engine.loop.has_work:
-                    self.clock.wait_until(self.coming[-1][0])
-                self._receive()
-                self._round()
-            duration_s = self.clock.now_s
-            self._drain()
+    def receive_trace(self, trace: Trace) -> None:
+        """Give it all of a trace."""
+        arrivals: list[tuple[float, TraceSequence]] = []
+        for sequence in sequences(trace):
+            arrival_s = sequence.line.arrival_s
+            if arrivals and self.faults.joins_previous(sequence.request_id):
+                arrival_s = arrivals[-1][0]
+            arrivals.append((arrival_s, sequence))
+        for arrival_s, sequence in sorted(arrivals, key=lambda arrival: arrival[0]):
+            self.receive(arrival_s, sequence)
+
+    def receive(self, arrival_s: float, sequence: TraceSequence) -> None:
+        """Give it a sequence, which arrives no earlier than those before it."""
+        self.settings.check_fits(sequence)
+        self.coming.append((arrival_s, sequence))
+
+    def advance_to(self, moment_s: float) -> None:
+        """Run until a moment, or until all that it was given has ended."""
+        while self.coming or self.engine.scheduler.is_serving:
+            if self.clock.now_s >= moment_s:
+                return
+            if not self.engine.loop.has_work:
+                if self.coming[0][0] >= moment_s:
+                    return
+                self.clock.wait_until(self.coming[0][0])
+            self._receive()
+            self._round(moment_s)
+
+    def finish(self) -> SimulationRun:
+        """Check the end, and give what came of it."""
+        duration_s = self.clock.now_s
+        self._drain()
         self._check_end()
         stats = self.engine.loop.stats()
         loads = self.engine.adapters.transfers.total_loads
@@ -179,22 +212,10 @@ class _Simulation:
             is_held=lambda family, unit: self.engine.cache.is_held(family, unit),
         )
 
-    def _arrivals(self, trace: Trace) -> list[tuple[float, TraceSequence]]:
-        """Every sequence with the time it comes at, the first one last."""
-        arrivals: list[tuple[float, TraceSequence]] = []
-        for sequence in sequences(trace):
-            self.settings.check_fits(sequence)
-            arrival_s = sequence.line.arrival_s
-            if arrivals and self.faults.joins_previous(sequence.request_id):
-                arrival_s = arrivals[-1][0]
-            arrivals.append((arrival_s, sequence))
-        arrivals.sort(key=lambda arrival: arrival[0])
-        return arrivals[::-1]
-
     def _receive(self) -> None:
         """Hand the engine what has arrived by now."""
-        while self.coming and self.coming[-1][0] <= self.clock.now_s:
-            arrival_s, sequence = self.coming.pop()
+        while self.coming and self.coming[0][0] <= self.clock.now_s:
+            arrival_s, sequence = self.coming.popleft()
             self._submit(arrival_s, sequence)
         while self.aborts and self.aborts[0][0] <= self.round:
             _, request_id = heapq.heappop(self.aborts)
@@ -233,10 +254,11 @@ class _Simulation:
         while self.engine.loop.has_work:
             self._round()
 
-    def _round(self) -> None:
+    def _round(self, until_s: float = math.inf) -> None:
         """One turn of the loop: a step launched, one finished, or both."""
         before = (self.runner.num_steps, self.clock.now_s)
-        self.runner.wait_at_most_until_s = self.coming[-1][0] if self.coming else math.inf
+        next_s = self.coming[0][0] if self.coming else math.inf
+        self.runner.wait_at_most_until_s = min(next_s, until_s)
         outputs = self.engine.loop.step()
         self.round += 1
         self._note(outputs)
@@ -258,6 +280,7 @@ class _Simulation:
             if not record.has_begun:
                 self._check_reuse(record, output)
             record.note(output, self.clock.now_s)
+            self.on_output(output, record)
             if output.finish_reason is FinishReason.ERROR and not self._is_expected(record, output):
                 raise SimulationError(f"request {output.request_id} failed: {output.error}")
 
@@ -296,7 +319,7 @@ class _Simulation:
 
 
 @contextmanager
-def _quiet_loop() -> Iterator[None]:
+def quiet_loop() -> Iterator[None]:
     """Steps made to fail are no news: the loop's log of them is left out meanwhile."""
     logger = logging.getLogger("manyroots.engine.loop")
     was_disabled, logger.disabled = logger.disabled, True

@@ -50,6 +50,26 @@ def chat(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     return lines
 
 
+def adapters(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """30 adapters of similar popularity, each with a system prompt; conversations of 2-10 turns."""
+    systems = {f"adapter-{i}": rng.randint(200, 1000) for i in range(30)}
+    names = list(systems)
+    lines: list[TraceRequest] = []
+    start_s, conversation = 0.0, 0
+    while len(lines) < num_requests:
+        start_s += rng.expovariate(16.0)
+        conversation += 1
+        adapter = rng.choice(names)
+        said = [TraceSegment(f"{adapter}/system", systems[adapter])]
+        arrival_s = start_s
+        for turn in range(rng.randint(2, 10)):
+            said.append(TraceSegment(f"c-{conversation}/question-{turn}", rng.randint(50, 400)))
+            reply = TraceSegment(f"c-{conversation}/answer-{turn}", rng.randint(10, 80))
+            lines.append(_turn(arrival_s, said, reply, adapter, None))
+            arrival_s += reply.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 4)
+    return lines
+
+
 def rounds(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     """128 clients that talk at once: one system prompt, up to 12 rounds each, of odd lengths."""
     num_clients = 128
@@ -207,5 +227,6 @@ def _answered(
 
 
 SYNTHETIC: dict[str, Maker] = {
-    maker.__name__: maker for maker in (chat, rounds, rollouts, agents, scans, documents, reasoning)
+    maker.__name__: maker
+    for maker in (chat, adapters, rounds, rollouts, agents, scans, documents, reasoning)
 }

@@ -6,8 +6,9 @@ from rich.table import Table
 
 from manyroots.simulate.hit_rates import HitRates
 from manyroots.simulate.measures import MEASURES
+from manyroots.simulate.replicas import ReplicasRun
 from manyroots.simulate.state_rates import StateRates
-from manyroots.simulate.summary import Distribution, SequenceGroup, Summary
+from manyroots.simulate.summary import Distribution, SequenceGroup, Summary, summarize
 from manyroots.simulate.sweep import Point
 
 
@@ -85,6 +86,25 @@ def state_rate_table(rows: list[StateRates]) -> Table:
             f"{row.num_all_states:,}",
             *(f"{rate:.4f}" for rate in rates),
             _counts(row.missed_tokens),
+        )
+    return table
+
+
+def replica_table(runs: list[ReplicasRun]) -> Table:
+    table = _table(
+        "routing", "hit rate", "TTFT p50, ms", "p99", "adapter loads", "queue ratio", "out tok/s"
+    )
+    for run in runs:
+        merged = run.merged
+        summary = summarize(merged)
+        table.add_row(
+            run.policy.value,
+            f"{summary.all.hit_rate:.4f}",
+            f"{1000 * summary.all.ttft_s.p50:,.1f}",
+            f"{1000 * summary.all.ttft_s.p99:,.1f}",
+            f"{sum(merged.num_adapter_loads.values()):,}",
+            f"{run.queue_ratio:.2f}",
+            f"{summary.output_tokens_per_s:,.0f}",
         )
     return table
 

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20
 """About as much is asked of storage, or handed to it, at once."""
 NUM_READERS = 4
+OTHER_NUMBERS_OF_RANKS = (1, 2, 4, 8)
+NUM_LOOKS = 64
+"""As many batches with a missing page are looked up under other numbers of ranks."""
 CLOSE_S = 5.0
 """How long the end of an engine may wait for what is on its way to storage."""
 
@@ -43,6 +46,11 @@ class UnitStorage:
 
     def key(self, page_hash: bytes, family: int) -> bytes:
         return unit_key(page_hash, family, self.rank, self.num_ranks)
+
+    def keys_elsewhere(self, page_hash: bytes, family: int) -> dict[int, bytes]:
+        """Under which keys engines with another number of ranks keep the same page."""
+        others = (size for size in OTHER_NUMBERS_OF_RANKS if size != self.num_ranks)
+        return {size: unit_key(page_hash, family, 0, size) for size in others}
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +99,8 @@ class StorageLink:
         self._lock = threading.Lock()
         self._under_way: dict[_Errand, None] = {}
         self._num_bad = 0
+        self._num_looks = NUM_LOOKS if storage.rank == 0 else 0
+        """How often it is still worth asking whether other numbers of ranks stored a page."""
         self._readers = JobThreads[_Batch]("from-storage", self._read, num_threads=NUM_READERS)
         self._writer = JobThreads[_Batch | _Removal]("to-storage", self._write)
 
@@ -163,6 +173,26 @@ class StorageLink:
                 errand.arrived[first + at] = True
         if bad:
             self._remove(bad)
+        if values[0] is None and self._num_looks > 0:
+            self._look_elsewhere(errand.copy.hashes[first], errand.copy.family)
+
+    def _look_elsewhere(self, page_hash: bytes, family: int) -> None:
+        """Say once that pages are missing because another number of ranks stored them."""
+        self._num_looks -= 1
+        keys = self._storage.keys_elsewhere(page_hash, family)
+        try:
+            found = self._backend.exists(list(keys.values()))
+        except Exception as error:
+            logger.debug("other numbers of ranks could not be asked for: %s", error)
+            return  # what was asked for has been answered
+        sizes = [size for size, is_there in zip(keys, found, strict=True) if is_there]
+        if sizes:
+            self._num_looks = 0
+            logger.warning(
+                "storage has pages of this model that were stored with --tensor-parallel-size %s; "
+                "this engine has %d and computes them again (this is said once)",
+                " and ".join(map(str, sizes)), self._storage.num_ranks,
+            )  # fmt: skip
 
     def _remove(self, keys: list[bytes]) -> None:
         """What is not whole would be found again and again."""

@@ -1,17 +1,17 @@
 """Units between tiers, beside the steps: device and host, host and storage.
 
 Takes copies as plans ask for them; gives their ends, in any order. Several ends may be told at
-once, each copy's exactly once.
+once, each copy's exactly once. With several ranks, `copy_ends.py` joins the ends of all of them.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 from manyroots.ids import Tier
 from manyroots.step import Copy, CopyDone
 from manyroots.store.arena import UnitArena
+from manyroots.store.copy_ends import CollectedEnds, CopyEnds
 from manyroots.store.host_arena import rows_of
 from manyroots.store.host_link import HostLink
 from manyroots.store.layer_arrivals import LayerArrivals, LayerGroups
@@ -27,24 +27,21 @@ class TierCopies:
         host: Sequence[UnitArena],
         storage: UnitStorage | None = None,
         groups: LayerGroups | None = None,
+        ends: CopyEnds | None = None,
     ) -> None:
         """By family. `storage`: None without a storage tier. `groups`: None where no step may read
-        what is on its way."""
+        what is on its way. `ends`: None where there is one rank."""
         self.host = host
-        self._changed = threading.Condition()
-        # Guarded by it:
-        self._ended: list[CopyDone] = []
-        self._num_under_way = 0
-        self._link = HostLink(device, host, self._report, groups)
+        self._ends = CollectedEnds() if ends is None else ends
+        self._link = HostLink(device, host, self._ends.report, groups)
         self._storage: StorageLink | None = None
         if storage is not None:
             rows = [rows_of(arena.data) for arena in host]
-            self._storage = StorageLink(rows, storage, self._report)
+            self._storage = StorageLink(rows, storage, self._ends.report)
 
     def start(self, copy: Copy) -> None:
         """Begin a copy between tiers; returns at once."""
-        with self._changed:
-            self._num_under_way += 1
+        self._ends.expect(1)
         if Tier.STORAGE not in (copy.source, copy.target):
             self._link.start(copy)
         elif self._storage is not None:
@@ -54,8 +51,7 @@ class TierCopies:
 
     def start_overlapped(self, copies: Sequence[Copy]) -> LayerArrivals:
         """Begin copies from the host that a step reads as they arrive; returns at once."""
-        with self._changed:
-            self._num_under_way += len(copies)
+        self._ends.expect(len(copies))
         return self._link.start_overlapped(copies)
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
@@ -67,23 +63,14 @@ class TierCopies:
         """The ends that nobody has taken yet."""
         if self._storage is not None:
             self._storage.give_up_late_ones()
-        with self._changed:
-            ended, self._ended = tuple(self._ended), []
-        return ended
+        return self._ends.take()
 
     def wait(self, timeout_s: float) -> None:
         """Until there is an end to take, or nothing to wait for, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or not self._num_under_way, timeout_s)
+        self._ends.wait(timeout_s)
 
     def close(self) -> None:
         """Finish what is under way; storage has a limited time for it."""
         self._link.close()
         if self._storage is not None:
             self._storage.close()
-
-    def _report(self, done: CopyDone) -> None:
-        with self._changed:
-            self._ended.append(done)
-            self._num_under_way -= 1
-            self._changed.notify_all()

@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": BASE,
     "lora": BASE,
     "scheduler": BASE | {"cache", "lora"},
+    "routing": BASE | {"cache"},
     # execute
     "kernels": BASE,
     "distributed": BASE,
@@ -61,18 +62,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     # the processor's share of a step a runner without a device.
     "bench": BASE
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
-    | {"layers", "kernels", "distributed", "runner"},
-    "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
+    | {"layers", "kernels", "distributed", "runner", "routing"},
+    "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine", "routing"},
     # Knows servers by their HTTP alone.
     "conformance": {"errors", "version"},
     "cli": BASE
-    | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine", "conformance"},
+    | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine", "conformance"}
+    | {"routing"},
     "__init__": {"llm", "errors", "sampling", "structured_outputs", "adapter_names"} | {"version"},
     "__main__": {"cli"},
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "simulate", "text", "api", "observe", "grammar", "conformance",
+    "scheduler", "cache", "lora", "routing", "simulate", "text", "api", "observe", "grammar",
+    "conformance",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

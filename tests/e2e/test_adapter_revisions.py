@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -100,13 +101,29 @@ def test_a05_a_revision_is_published_under_a_running_stream(
     assert upload(server, "live", archive(folders[2])).json()["status"] == "unchanged"
 
 
-def test_a05_chats_name_the_revision_too(server: AdapterServer, tiny: TinyAdapters) -> None:
+def test_a05_every_route_names_the_revision(server: AdapterServer, tiny: TinyAdapters) -> None:
     made = upload(server, "chatty", archive(Path(tiny.path("few")))).json()["revision"]
     body: dict[str, Any] = {
         "model": "chatty", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4,
     }  # fmt: skip
     answer = server.post("/v1/chat/completions", body)
     assert answer.json()["choices"][0]["adapter_revision"] == made
+    assert server.post("/v1/messages", body).json()["adapter_revision"] == made
+    started = events(server.post("/v1/messages", body | {"stream": True}))[0]
+    assert started["message"]["adapter_revision"] == made
+    body = {"model": "chatty", "input": "hi", "max_output_tokens": 4}
+    assert server.post("/v1/responses", body).json()["adapter_revision"] == made
+    created, *_, ended = events(server.post("/v1/responses", body | {"stream": True}))
+    assert created["response"]["adapter_revision"] == made
+    assert ended["response"]["adapter_revision"] == made
+    base = server.post("/v1/responses", body | {"model": "base"}).json()
+    assert "adapter_revision" not in base
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """What a stream's events carry."""
+    lines = answer.text.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
 
 
 @pytest.mark.parametrize(

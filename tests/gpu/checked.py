@@ -170,6 +170,12 @@ def _of_states(out: Tensor, state: Tensor, rows: StateRows) -> Pieces:
     }
 
 
+def _piece(out: Tensor, sums: Tensor) -> Pieces:
+    """Of queries that see nothing there is no sum."""
+    is_seen = torch.isfinite(sums)
+    return {"out": out, "seen": is_seen.long(), "sums": sums[is_seen]}
+
+
 def _sampled(rows: SamplingRows, sampled: Sampled) -> Pieces:
     """What means anything of it, and what was counted."""
     is_good = sampled.faults == NO_FAULT
@@ -199,6 +205,12 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "qk_rope_kv_write.qk_rope_kv_write": lambda args, out: {"q": out, "pages": args[3]},
     "qk_rope_kv_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
     "attention.attend": lambda args, out: {"out": out},
+    "latent.rope_write": lambda args, out: {"q": out, "pages": args[4]},
+    "latent.absorb_queries": lambda args, out: {"out": out},
+    "latent.latent_decode": lambda args, out: {"out": out},
+    "latent.expand_values": lambda args, out: {"out": out},
+    "latent.latent_read": lambda args, out: {"out": out},
+    "latent.attend_piece": lambda args, out: _piece(*out),
     "activation.gated": lambda args, out: _rows(out),
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "scaled_gemm.in_fp8": lambda args, out: _rows(out),

@@ -25,7 +25,7 @@ KINDS = (
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
-    "gemma2", "nemotron-h",
+    "gemma2", "nemotron-h", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "minicpm3",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -38,6 +38,21 @@ INT8 = "-int8"
 """The same of products in INT8."""
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
+_LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 16,
+}
+_PUBLIC_LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Those of DeepSeek and Kimi, which have kernels of their own."""
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 128},
     "gpt-oss": {"intermediate_size": 128},
@@ -45,6 +60,9 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "granite-h": {"intermediate_size": 128, **_MAMBA},
     "mixtral": {"intermediate_size": 128},
     "glm4-moe-norm": {"moe_intermediate_size": 128},
+    "deepseek-v2-lite": {"moe_intermediate_size": 128, **_PUBLIC_LATENT_SIZES},
+    "deepseek-v3": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_PUBLIC_LATENT_SIZES},
+    "glm4-moe-lite": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_LATENT_SIZES},
 }
 """Those with experts, and how wide these are."""
 VOCAB = 97
@@ -71,9 +89,18 @@ _ODD_SIZES: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": False},
     "gemma3": {"tie_word_embeddings": False},
     "qwen3.5": _DELTA,
+    "minicpm3": {
+        "q_lora_rank": 48,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+        **_LATENT_SIZES,
+    },
     "falcon-h1-norm": {"mamba_d_ssm": 256, **_MAMBA},
 }
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+_ATTENTION = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj",
+)  # fmt: skip
 _MLP = (
     "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear", "output_linear", "w1",
     "w2", "w3",

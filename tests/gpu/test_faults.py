@@ -33,15 +33,22 @@ HYBRIDS = {
     "gated_norm.gated": "falcon-h1",
     "gated_norm.sigmoid_gated": "qwen3-next",
     "gated_norm.add_gated": "qwen3-next",
+    "latent.rope_write": "minicpm3",
+    "latent.absorb_queries": "minicpm3",
+    "latent.latent_decode": "minicpm3",
+    "latent.expand_values": "minicpm3",
+    "latent.latent_read": "minicpm3",
+    "latent.attend_piece": "minicpm3",
 }
 """By kernel that a dense model does not call: one that does."""
 OF_FP8 = ("scaled_gemm.linear", "scaled_gemm.in_fp8")
 OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in {*HYBRIDS, *OF_FP8}]
 NOT_CALLED = (
     "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
-    "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for",
+    "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for", "latent.merge",
 )  # fmt: skip
-"""By a step: parts of what is compared, and what only says what `linear` takes."""
+"""By a step: parts of what is compared, what only says what `linear` takes, and what joins pieces
+of prompts that are longer than these."""
 
 
 @pytest.fixture(scope="module")

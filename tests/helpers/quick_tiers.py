@@ -34,8 +34,8 @@ def worth_loading() -> Iterator[None]:
 def quick_tiers() -> Iterator[None]:
     """And storage is waited for."""
 
-    def patient(backend: Backend, timeout_s: float) -> UnitStorage:
-        return UnitStorage(backend, PATIENCE_S)
+    def patient(backend: Backend, timeout_s: float, rank: int, num_ranks: int) -> UnitStorage:
+        return UnitStorage(backend, PATIENCE_S, rank, num_ranks)
 
     with worth_loading(), mock.patch.object(tiers, "UnitStorage", patient):
         yield

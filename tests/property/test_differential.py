@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soaks.differential import MIXES, RECURRENT_MIXES, run
+from tests.soaks.differential import LATENT_MIXES, MIXES, RECURRENT_MIXES, run
+from tests.unit.store.tiers import server_program
 
 NUM_TRACES = 6
 NUM_RECURRENT_TRACES = 3
+NUM_LATENT_TRACES = 3
+NUM_RANK_TRACES = 4
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -19,9 +22,32 @@ def test_cached_tokens_are_cold_tokens_for_every_mix_of_families(mix: str) -> No
     assert found.near_ties <= found.requests // 50
 
 
+@pytest.mark.parametrize("mix", LATENT_MIXES)
+def test_f07_tokens_from_latents_are_cold_tokens(mix: str) -> None:
+    """F01, F07, F08, H13: the same with pages of latents, and adapters of `kv_b_proj` in prompts
+    and in absorbed decode."""
+    found = run(mix, range(NUM_LATENT_TRACES))
+    assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
+    assert found.near_ties <= found.requests // 20
+
+
 @pytest.mark.parametrize("mix", RECURRENT_MIXES)
 def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(mix: str) -> None:
     """F01, F05, H13: the same with states, in room for fewer checkpoints than are made."""
     found = run(mix, range(NUM_RECURRENT_TRACES))
     assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
+    assert found.near_ties <= found.requests // 20
+
+
+@pytest.mark.parametrize(
+    ("mix", "tier"), [("full", "host"), ("five to one", "files"), ("delta nets", "redis")]
+)
+def test_h13_t15_two_ranks_give_cold_tokens_from_every_tier(mix: str, tier: str) -> None:
+    """H13, T15: pages, windows and states that are divided over two processes and come back from a
+    tier; from files and Redis also after a restart."""
+    if tier == "redis" and not server_program():
+        pytest.skip("no redis-server on this machine")
+    found = run(mix, range(NUM_RANK_TRACES), ranks=2, tier=tier)
+    assert found.host_tokens + found.storage_tokens > 0, "nothing came back from a tier"
+    assert tier == "host" or found.storage_tokens > 0
     assert found.near_ties <= found.requests // 20

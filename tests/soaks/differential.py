@@ -1,6 +1,7 @@
 """Cached against cold: random conversations through two real engines around one tiny model.
 
     python -m tests.soaks.differential [--mix NAME] [--traces 500] [--seed 0] [--results FILE]
+                                       [--ranks 2] [--tier host|files|redis]
 
 The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
 prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
@@ -8,6 +9,10 @@ these make. The cold one computes every prompt alone, with reuse off, the answer
 one step: each token of the answer must be the one that it finds likeliest there, but where its two
 best are closer than what rounding may move them. Lengths lie around pages, windows, chunks and
 checkpoints; three adapters and the base share texts.
+
+With a tier, pages that leave the device are found there; with one that lasts, the warm engine is
+started again after each half of its traces and finds what the last one stored. With ranks, the warm
+engine is divided over so many processes.
 
 Prints JSON: what was compared, and how much of it was reused. Every 25 traces get engines of their
 own and a line in the file of results, if there is one; what is there already is not run again.
@@ -30,7 +35,10 @@ import torch
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.kernels.tolerances import TOLERANCES
 from tests.helpers.adapter_folders import Recipe, write_adapter
+from tests.helpers.patience import PATIENCE_S
+from tests.helpers.quick_tiers import worth_loading
 from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.store.tiers import RedisServer
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 PAGE, CHUNK, WINDOW = 4, 24, 11
@@ -41,9 +49,12 @@ RECURRENT = (
     "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b",
     "in_proj_a",
 )  # fmt: skip
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTERS = {
-    "all": Recipe(rank=8, modules=(*ATTENTION, *BLOCK, *RECURRENT), seed=1),
-    "few": Recipe(rank=3, modules=("q_proj", "down_proj", *RECURRENT), alpha=4, seed=2),
+    "all": Recipe(rank=8, modules=(*ATTENTION, *LATENT, *BLOCK, *RECURRENT), seed=1),
+    "few": Recipe(
+        rank=3, modules=("q_proj", "kv_b_proj", "down_proj", *RECURRENT), alpha=4, seed=2
+    ),
     "ends": Recipe(rank=5, modules=(*ATTENTION, "out_proj", "embed_tokens", "lm_head"), seed=3),
 }
 """Modules that a model has not are left out."""
@@ -70,6 +81,13 @@ MIXES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
     ),
 }
+LATENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "latents": ("deepseek-v2-lite", {}),
+    "latents and groups": ("deepseek-v2", {}),
+    "latents and sigmoids": ("deepseek-v3", {}),
+    "latents and few groups": ("glm4-moe-lite", {}),
+    "latents and dense blocks": ("minicpm3", {}),
+}
 RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),
     "delta nets": ("qwen3.5", {}),
@@ -79,7 +97,7 @@ RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba beside attention": ("falcon-h1", {}),
 }
 """A kind of tiny model for each mix of families."""
-ALL_MIXES = {**MIXES, **RECURRENT_MIXES}
+ALL_MIXES = {**MIXES, **LATENT_MIXES, **RECURRENT_MIXES}
 
 KV_BYTES_SHARE = 0.28
 """What the warm engine has of the memory that four conversations of full length would take: little
@@ -88,6 +106,9 @@ SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
 LONG = (17, 26, 41)
 """Tokens that are asked for."""
 TRACES_AT_ONCE = 25
+TIERS = ("none", "host", "files", "redis")
+NUM_HOST_PAGES = 120
+"""Four times what the device has, and less than a run's traces have."""
 NUM_CHECKPOINTS, INTERVAL = 7, 3 * PAGE
 """What it has of saved states, where there are any: fewer than four conversations make."""
 
@@ -105,6 +126,9 @@ class Found:
     retractions: int = 0
     evicted_pages: int = 0
     """At least: those that were filled and that the pool has no room for."""
+    host_tokens: int = 0
+    """Of the cached ones: from host memory."""
+    storage_tokens: int = 0
     near_ties: int = 0
     """Tokens that are the cold engine's second best, where its two best are as good as equal."""
 
@@ -112,7 +136,8 @@ class Found:
 class Engines:
     """A warm and a cold engine of one mix."""
 
-    def __init__(self, folder: Path, mix: str) -> None:
+    def __init__(self, folder: Path, mix: str, ranks: int = 1, tier: str = "none") -> None:
+        self._tier, self._redis = tier, None
         kind, changes = ALL_MIXES[mix]
         self.model = folder / "model"
         save_tiny(self.model, kind, vocab_size=300, **changes)
@@ -127,19 +152,43 @@ class Engines:
         )
         state = sum(f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state)
         needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
-        self.warm = self._start(
-            kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE) + (4 + NUM_CHECKPOINTS) * state,
-            checkpoint_memory_bytes=NUM_CHECKPOINTS * state,
-            checkpoint_interval_tokens=INTERVAL,
-            max_num_batched_tokens=CHUNK,
-            max_num_seqs=4,
-        )
+        device_bytes = int(needed * KV_BYTES_SHARE) + (4 + NUM_CHECKPOINTS) * state
+        self._settings: dict[str, Any] = {
+            # Of one rank, whose units are as much smaller.
+            "kv_cache_memory_bytes": device_bytes // ranks,
+            "checkpoint_memory_bytes": NUM_CHECKPOINTS * state // ranks,
+            "checkpoint_interval_tokens": INTERVAL,
+            "max_num_batched_tokens": CHUNK,
+            "max_num_seqs": 4,
+            "tensor_parallel_size": ranks,
+            **self._tier_settings(folder),
+        }
+        self.warm = self._start(**self._settings)
         self.cold = self._start(
             kv_cache_memory_bytes=4 * (needed + state),
             max_num_batched_tokens=MAX_LEN,
             max_num_seqs=1,
             enable_prefix_caching=False,
         )
+
+    def _tier_settings(self, folder: Path) -> dict[str, Any]:
+        match self._tier:
+            case "none":
+                return {}
+            case "host":
+                return {"num_host_pages": NUM_HOST_PAGES}
+            case "files":
+                url = f"file://{folder / 'stored'}"
+            case _:
+                self._redis = RedisServer(folder)
+                url = self._redis.url
+        # A busy machine's own delays are no faults.
+        return {"kv_storage": url, "kv_storage_timeout_s": PATIENCE_S}
+
+    def restart(self) -> None:
+        """The warm engine ends, and another one finds what it stored."""
+        self.warm.close()
+        self.warm = self._start(**self._settings)
 
     def _start(self, **settings: Any) -> LLM:
         return LLM(
@@ -168,23 +217,33 @@ class Engines:
     def close(self) -> None:
         self.warm.close()
         self.cold.close()
+        if self._redis is not None:
+            self._redis.stop()
 
 
 def _rank(entry: tuple[int, Any]) -> int:
     return int(entry[1].rank)
 
 
-def run(mix: str, seeds: range) -> Found:
+def run(mix: str, seeds: range, ranks: int = 1, tier: str = "none") -> Found:
     """Every trace of these seeds, on engines that keep what they have cached between them."""
     found = Found(mix)
-    with tempfile.TemporaryDirectory() as folder:
-        engines = Engines(Path(folder), mix)
+    # With tiers that last: the first half, the second one, and the first one's texts again.
+    half = len(seeds) // 2
+    parts = [seeds] if tier in ("none", "host") else [seeds[:half], seeds[half:], seeds[:half]]
+    with tempfile.TemporaryDirectory() as folder, worth_loading():
+        engines = Engines(Path(folder), mix, ranks, tier)
         try:
-            for seed in seeds:
-                _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
-                found.traces += 1
-            stats = engines.warm.stats()
-            found.retractions = stats.total_retractions
+            for number, part in enumerate(parts):
+                if number > 0:
+                    engines.restart()
+                for seed in part:
+                    _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
+                    found.traces += number < 2
+                stats = engines.warm.stats()
+                found.retractions += stats.total_retractions
+                found.host_tokens += stats.total_host_hit_tokens
+                found.storage_tokens += stats.total_storage_hit_tokens
             computed = found.prompt_tokens - found.cached_tokens
             found.evicted_pages = max(0, computed // PAGE - stats.num_pages)
         finally:
@@ -252,6 +311,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mix", choices=sorted(ALL_MIXES), action="append")
     parser.add_argument("--traces", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--tier", choices=TIERS, default="none")
     parser.add_argument("--results", type=Path, help="a line for each part, to go on from")
     options = parser.parse_args(arguments)
     for mix in options.mix or ALL_MIXES:
@@ -265,15 +326,16 @@ def _whole(mix: str, options: argparse.Namespace) -> dict[str, Any]:
     end = options.seed + options.traces
     for first in range(options.seed, end, TRACES_AT_ONCE):
         seeds = range(first, min(first + TRACES_AT_ONCE, end))
-        key = {"mix": mix, "first": seeds.start, "end": seeds.stop}
+        where = {"ranks": options.ranks, "tier": options.tier}
+        key = {"mix": mix, "first": seeds.start, "end": seeds.stop, **where}
         part = _known(options.results, key)
         if part is None:
-            part = {**key, **asdict(run(mix, seeds))}
+            part = {**key, **asdict(run(mix, seeds, **where))}
             if options.results is not None:
                 with options.results.open("a") as file:
                     file.write(json.dumps(part) + "\n")
         total.update({name: part[name] for name in part.keys() - key.keys()})
-    return {"mix": mix, **total}
+    return {"mix": mix, "ranks": options.ranks, "tier": options.tier, **total}
 
 
 def _known(results: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,12 +1,14 @@
 """Faults of the tiers under load, with a real engine around a tiny model (T03, T08, T12).
 
-    python -m tests.soaks.tier_faults [--count 200] [--kind NAME ...] [--seed 0]
+    python -m tests.soaks.tier_faults [--count 200] [--kind NAME ...] [--seed 0] [--ranks 2]
 
 Prompts go round through a device that holds two of them, so that nearly all come from storage, and
 each fault is planted where the next request will meet it. After each, tokens are those of an engine
 without tiers, nothing is held, and every invariant of the cache holds. The choice between loading
-and computing is left out here: storage is asked each time. Prints JSON by kind; ends with 1 if a
-kind met fewer faults than were asked for.
+and computing is left out here: storage is asked each time. With ranks, a value that is damaged is
+any rank's, a process that is killed the first rank's or another's, and errors that are played are
+the first rank's alone. Prints JSON by kind; ends with 1 if a kind met fewer faults than were asked
+for.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ Told = dict[str, Any]
 class Bench:
     """A tiny model, its prompts and what it says to each without tiers."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seed: int, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
         self.rng = random.Random(seed)
         self.model = folder / "model"
         save_tiny(self.model, "llama", vocab_size=300)
@@ -62,10 +64,11 @@ class Bench:
         self.prompts = [
             [self.rng.randrange(3, 300) for _ in range(LENGTH)] for _ in range(NUM_PROMPTS)
         ]
-        with self.engine() as llm:
+        with self.engine(tensor_parallel_size=1) as llm:
             self.wanted = [self.ask(llm, index) for index in range(NUM_PROMPTS)]
 
     def engine(self, **settings: Any) -> LLM:
+        settings = {"tensor_parallel_size": self.ranks, **settings}
         return LLM(
             str(self.model), dtype="float32", block_size=PAGE, max_model_len=64, max_num_seqs=4,
             num_gpu_blocks_override=28, progress_bars=False, **settings,
@@ -437,17 +440,41 @@ def kills(bench: Bench, count: int) -> Told:
             with contextlib.suppress(BaseException):
                 serve_until_killed(bench, folder, turn)
             os._exit(3)
-        time.sleep(bench.rng.uniform(0.05, 0.7))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        assert os.WIFSIGNALED(status), f"the server ended by itself, with {status}"
+        if bench.ranks == 1 or turn % 2 == 0:
+            wait_for_ranks(bench, child)
+            time.sleep(bench.rng.uniform(0.05, 0.7))
+            os.kill(child, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status), f"the server ended by itself, with {status}"
+        else:
+            rank = wait_for_ranks(bench, child)
+            time.sleep(bench.rng.uniform(0.05, 0.7))
+            os.kill(rank, signal.SIGKILL)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 3, "the first rank went on alone"
         if turn % 50 == 49 or turn == count - 1:
             num_whole += check_folder(bench, folder, limit)
     return {"faults": count, "restarts_checked": -(-count // 50), "tokens_from_storage": num_whole}
 
 
+def wait_for_ranks(bench: Bench, child: int) -> int:
+    """Until all ranks of a server compute; gives the process of the second. With one rank, nothing
+    is waited for: a start may be killed, too."""
+    if bench.ranks == 1:
+        return child
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        started = bench.folder / f"started-{child}"
+        if started.exists():
+            return int(started.read_text())
+        time.sleep(0.01)
+    raise AssertionError("a server did not start")
+
+
 def serve_until_killed(bench: Bench, folder: Path, turn: int) -> None:
     with bench.on_files(folder, kv_storage_size=60 * 8192 / 2**30) as llm:
+        if bench.ranks > 1:
+            note_start(bench, llm)
         while True:
             for index in range(NUM_PROMPTS):
                 bench.check(llm, index)
@@ -455,12 +482,19 @@ def serve_until_killed(bench: Bench, folder: Path, turn: int) -> None:
                 path.unlink(missing_ok=True)
 
 
+def note_start(bench: Bench, llm: LLM) -> None:
+    ranks: Any = llm._loop._runner._ranks  # type: ignore[attr-defined]
+    aside = bench.folder / f"starting-{os.getpid()}"
+    aside.write_text(str(ranks.pids[0]))
+    aside.rename(bench.folder / f"started-{os.getpid()}")
+
+
 def check_folder(bench: Bench, folder: Path, limit: int) -> int:
     """In a process of its own, since threads and forks don't mix."""
     done = subprocess.run(
         [
             sys.executable, "-m", "tests.soaks.tier_faults",
-            "--look-at", str(folder), str(bench.folder),
+            "--look-at", str(folder), str(bench.folder), "--ranks", str(bench.ranks),
         ],
         check=False, capture_output=True, text=True,
     )  # fmt: skip
@@ -468,10 +502,10 @@ def check_folder(bench: Bench, folder: Path, limit: int) -> int:
     return int(done.stdout.splitlines()[-1])
 
 
-def look_at(folder: Path, home: Path) -> None:
+def look_at(folder: Path, home: Path, ranks: int) -> None:
     """What a new server finds: right tokens, and no more bytes than allowed."""
     bench = Bench.__new__(Bench)
-    bench.folder, bench.model = home, home / "model"
+    bench.folder, bench.model, bench.ranks = home, home / "model", ranks
     kept = json.loads((home / "wanted.json").read_text())
     bench.prompts, bench.wanted = kept["prompts"], kept["wanted"]
     with bench.on_files(folder, kv_storage_size=60 * 8192 / 2**30) as llm:
@@ -500,9 +534,9 @@ KINDS: dict[str, Callable[[Bench, int], Told]] = {
 }
 
 
-def run(kinds: list[str], count: int, seed: int, folder: Path) -> dict[str, Told]:
+def run(kinds: list[str], count: int, seed: int, folder: Path, ranks: int) -> dict[str, Told]:
     told: dict[str, Told] = {}
-    bench = Bench(folder, seed)
+    bench = Bench(folder, seed, ranks)
     kept = {"prompts": bench.prompts, "wanted": bench.wanted}
     (folder / "wanted.json").write_text(json.dumps(kept))
     with worth_loading():
@@ -519,15 +553,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--kind", action="append", choices=tuple(KINDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--look-at", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
     if arguments.look_at:
         with worth_loading():
-            look_at(*map(Path, arguments.look_at))
+            look_at(*map(Path, arguments.look_at), arguments.ranks)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        told = run(arguments.kind or list(KINDS), arguments.count, arguments.seed, Path(folder))
+        kinds = arguments.kind or list(KINDS)
+        told = run(kinds, arguments.count, arguments.seed, Path(folder), arguments.ranks)
     return int(any(each["faults"] < arguments.count for each in told.values()))
 
 

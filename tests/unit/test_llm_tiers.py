@@ -411,7 +411,6 @@ def test_r09_hits_are_computed_again_and_what_differs_is_dropped(
 
 def test_tiers_that_can_not_be_had_are_refused_by_name(tmp_path: Path) -> None:
     for settings, message in (
-        ({"num_host_pages": 5, "tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"num_host_pages": 5, "enable_prefix_caching": False}, "prefix cache"),
         ({"kv_offloading_size": 100000.0}, "--kv-offloading-size"),
         ({"kv_storage": "file:///proc/nothing"}, "can't be made"),

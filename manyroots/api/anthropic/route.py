@@ -145,6 +145,8 @@ class _MessageMaking:
 
     def _take(self, added: AnswerDelta) -> list[BlockEvent]:
         self._count.add(added.index, added.delta)
+        if added.delta.revision:
+            self._message.adapter_revision = added.delta.revision
         if any(isinstance(said, ReasoningDelta) for said in added.events):
             self._num_thinking_tokens += len(added.delta.tokens)
         if added.finish_reason is not None:

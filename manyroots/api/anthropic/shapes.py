@@ -121,6 +121,8 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     stop_details: None = None
     container: None = None
     usage: MessageUsage
+    adapter_revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Which revision of the adapter computed it; of a stream, in `message_start`."""
 
 
 class TokenCount(msgspec.Struct):

@@ -106,22 +106,25 @@ class _Making:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         # With the first output and not before: until then the status can still say what went wrong.
-        data = self._told("response.created", {"response": self._response})
-        data += self._told("response.in_progress", {"response": self._response})
+        begun: list[Event] = [
+            ("response.created", {"response": self._response}),
+            ("response.in_progress", {"response": self._response}),
+        ]
         async with aclosing(answer_deltas(self._job)) as batches:
             async for batch in batches:
-                for delta in batch:
-                    for kind, fields in self._take(delta):
-                        data += self._told(kind, fields)
+                events = [event for delta in batch for event in self._take(delta)]
+                data = self._told(begun + events)
                 if data:
                     yield data
-                data = b""
-        for kind, fields in self._end():
-            data += self._told(kind, fields)
-        yield data + self._told(f"response.{self._response.status}", {"response": self._response})
+                begun = []
+        events = self._end()
+        ended = f"response.{self._response.status}", {"response": self._response}
+        yield self._told([*begun, *events, ended])
 
     def _take(self, added: AnswerDelta) -> list[Event]:
         self._count.add(added.index, added.delta)
+        if added.delta.revision:
+            self._response.adapter_revision = added.delta.revision
         if any(isinstance(said, ReasoningDelta) for said in added.events):
             self._num_reasoning_tokens += len(added.delta.tokens)
         if added.finish_reason is not None:
@@ -151,10 +154,13 @@ class _Making:
         self._response.usage = _usage(self._count.usage(), self._num_reasoning_tokens)
         return events
 
-    def _told(self, kind: str, fields: dict[str, Any]) -> bytes:
-        number = self._num_events
-        self._num_events += 1
-        return named_event(kind, {"type": kind, "sequence_number": number} | fields)
+    def _told(self, events: list[Event]) -> bytes:
+        data = b""
+        for kind, fields in events:
+            number = {"type": kind, "sequence_number": self._num_events}
+            data += named_event(kind, number | fields)
+            self._num_events += 1
+        return data
 
 
 def _format(request: ResponsesRequest) -> dict[str, Any]:

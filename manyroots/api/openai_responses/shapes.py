@@ -210,3 +210,5 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: Any = None
+    adapter_revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Which revision of the adapter computed it."""

@@ -8,7 +8,13 @@ from torch import Tensor
 from manyroots.kernels.activation.reference import activate
 from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
-from manyroots.kernels.fused_moe.routing import LEAST_SUM, MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.routing import (
+    LEAST_SUM,
+    MAX_FEW_TOKENS,
+    ExpertGroups,
+    Routing,
+    Scoring,
+)
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
 from manyroots.kernels.lora_ops.reference import expanded
 from manyroots.kernels.lora_ops.sites import LoraTerm
@@ -24,21 +30,25 @@ def route(
     scoring: Scoring,
     bias: Tensor | None = None,
     factor: float = 1.0,
+    groups: ExpertGroups | None = None,
 ) -> Routing:
     """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]. All weights are multiplied with `factor`."""
+    the router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
+    experts are of a few groups alone."""
     total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
     added = 0.0 if bias is None else bias.float()
     if scoring.is_sigmoid:
-        _, experts = _largest(total.sigmoid() + added, top_k)
+        choice = within_groups(total.sigmoid() + added, groups, by_best_two=True)
+        _, experts = _largest(choice, top_k)
         weights = total.sigmoid().gather(1, experts)
     elif scoring is Scoring.SOFTMAX_OF_CHOSEN:
         chosen, experts = _largest(total + added, top_k)
         weights = chosen.softmax(-1)
     else:
-        weights, experts = _largest((total + added).softmax(-1), top_k)
+        likely = within_groups((total + added).softmax(-1), groups, by_best_two=False)
+        weights, experts = _largest(likely, top_k)
     if scoring.is_renormalised:
         weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
     weights = weights * factor
@@ -46,10 +56,23 @@ def route(
     counts = torch.bincount(flat, minlength=total.shape[1])
     ends = counts.cumsum(0)
     ids = torch.arange(len(counts), device=flat.device)
-    groups = torch.stack((ids, ends - counts, ends), dim=1)
+    lists = torch.stack((ids, ends - counts, ends), dim=1)
     used_first = (counts == 0).int().argsort(stable=True)
     order = flat.argsort(stable=True).int()
-    return Routing(weights, order, groups[used_first].int(), experts.int())
+    return Routing(weights, order, lists[used_first].int(), experts.int())
+
+
+def within_groups(scores: Tensor, groups: ExpertGroups | None, *, by_best_two: bool) -> Tensor:
+    """Scores [tokens, experts], -inf of those in groups that a token does not choose. A group
+    counts as much as its best expert, or as its best two together."""
+    if groups is None:
+        return scores
+    by_group = scores.view(len(scores), groups.count, -1)
+    size = min(2 if by_best_two else 1, by_group.shape[2])
+    best = by_group.topk(size, dim=-1).values.sum(-1)
+    _, chosen = _largest(best, groups.chosen)
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+    return by_group.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -42,6 +42,15 @@ class Scoring(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in groups of equal size, of which a token chooses some before it chooses experts
+    within them (DeepSeek)."""
+
+    count: int
+    chosen: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
     """Pieces of the experts' lists of pairs, as the products of many tokens take them."""
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from manyroots.kernels.activation.torch_ops import activate
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
-from manyroots.kernels.fused_moe.routing import LEAST_SUM, Routing, Scoring
+from manyroots.kernels.fused_moe.reference import within_groups
+from manyroots.kernels.fused_moe.routing import LEAST_SUM, ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.torch_adapters import add_to_pairs, combine
 from manyroots.kernels.fused_moe.torch_pairs import PairsByAdapter, SortedPairs
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
@@ -28,9 +29,11 @@ def route(
     scoring: Scoring,
     bias: Tensor | None = None,
     factor: float = 1.0,
+    groups: ExpertGroups | None = None,
 ) -> Routing:
     """From a router's scores [tokens, experts], which have what adapters add in them, and the
-    router's bias [experts]. All weights are multiplied with `factor`.
+    router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
+    experts are of a few groups alone.
 
     Probabilities are float32 whatever the dtype of the scores: in half precision experts would tie.
     """
@@ -40,20 +43,22 @@ def route(
         total = total + bias
     if scoring.is_sigmoid:
         own = torch.sigmoid(total)
-        _, chosen = _largest(own if bias is None else own + bias, top_k)
+        choice = own if bias is None else own + bias
+        _, chosen = _largest(within_groups(choice, groups, by_best_two=True), top_k)
         weights = own.gather(1, chosen)
     elif scoring is Scoring.SOFTMAX_OF_CHOSEN:
         best, chosen = _largest(total, top_k)
         weights = torch.softmax(best, dim=-1)
     else:
-        weights, chosen = _largest(torch.softmax(total, dim=-1), top_k)
+        likely = within_groups(torch.softmax(total, dim=-1), groups, by_best_two=False)
+        weights, chosen = _largest(likely, top_k)
     if scoring.is_renormalised:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + LEAST_SUM)
     if factor != 1.0:
         weights = weights * factor
     experts = chosen.int()
-    pairs, groups = _sorted(experts.numpy().reshape(-1), scores.shape[1])
-    return Routing(weights, torch.from_numpy(pairs), torch.from_numpy(groups), experts)
+    pairs, lists = _sorted(experts.numpy().reshape(-1), scores.shape[1])
+    return Routing(weights, torch.from_numpy(pairs), torch.from_numpy(lists), experts)
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

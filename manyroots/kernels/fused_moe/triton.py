@@ -19,7 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
-from manyroots.kernels.fused_moe.routing import LEAST_SUM, MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.routing import (
+    LEAST_SUM,
+    MAX_FEW_TOKENS,
+    ExpertGroups,
+    Routing,
+    Scoring,
+)
 from manyroots.kernels.fused_moe.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
@@ -81,12 +87,39 @@ FP4_TILING = ExpertTiling(up_stages=4)
 
 
 @triton.jit
+def _within_groups(
+    left, e, SCORING: tl.constexpr, NUM_GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of tokens, -inf of experts in groups that a token does not choose."""
+    group_of = e // GROUP_SIZE
+    best = tl.full((BLOCK_R, BLOCK_E), float("-inf"), tl.float32)
+    for group in range(NUM_GROUPS):
+        is_here = (group_of == group)[None, :]
+        own = tl.where(is_here, left, float("-inf"))
+        score = tl.max(own, axis=1)
+        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+            if GROUP_SIZE > 1:
+                is_first = e[None, :] == tl.argmax(own, axis=1)[:, None]
+                score += tl.max(tl.where(is_first, float("-inf"), own), axis=1)
+        best = tl.where(is_here, score[:, None], best)
+    is_chosen = tl.zeros((BLOCK_R, BLOCK_E), tl.int32)
+    for _ in range(CHOSEN_GROUPS):
+        group = tl.argmax(best, axis=1) // GROUP_SIZE
+        is_this = group_of[None, :] == group[:, None]
+        is_chosen = tl.where(is_this, 1, is_chosen)
+        best = tl.where(is_this, float("-inf"), best)
+    return tl.where(is_chosen > 0, left, float("-inf"))
+
+
+@triton.jit
 def _choose(
     logits, bias, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts,
     factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
     """The likeliest experts of a block of tokens, the first of equals first."""
     e = tl.arange(0, BLOCK_E)
@@ -112,6 +145,10 @@ def _choose(
     else:
         left = tl.exp(scores - tl.max(scores, axis=1)[:, None])
         left = left / tl.sum(left, axis=1)[:, None]
+    if NUM_GROUPS:
+        left = _within_groups(
+            left, e, SCORING, NUM_GROUPS, CHOSEN_GROUPS, GROUP_SIZE, BLOCK_E, BLOCK_R
+        )
     c = tl.arange(0, BLOCK_C)
     experts = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     best = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -171,7 +208,8 @@ def _route(
     num_rows, num_experts, factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each program chooses for a few tokens; with BLOCK_T, the last one makes the lists."""
     let_next_begin(DEPENDENT)
@@ -180,7 +218,8 @@ def _route(
         logits, bias, chosen, weights, ranks, hidden, slots, pool, table,
         tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, factor,
         in_split, in_row, hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K,
-        SCORING, HAS_BIAS, BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0,
+        SCORING, HAS_BIAS, BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0, NUM_GROUPS, CHOSEN_GROUPS,
+        GROUP_SIZE,
     )  # fmt: skip
     if BLOCK_T:
         tl.debug_barrier()
@@ -198,9 +237,11 @@ def route(
     scoring: Scoring,
     bias: Tensor | None = None,
     factor: float = 1.0,
+    groups: ExpertGroups | None = None,
 ) -> Routing:
     """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]. All weights are multiplied with `factor`."""
+    the router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
+    experts are of a few groups alone."""
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device
@@ -210,7 +251,7 @@ def route(
     ranks, pairs = torch.empty(
         2, num_experts * num_rows if is_small else 0, dtype=torch.int32, device=device
     )
-    groups = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
+    lists = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
     # With adapters each of a block's rows has a B of its own in registers.
     block_r, num_warps = (2, 4) if num_rows <= 16 else (8, 8)
     if lora is not None:
@@ -222,17 +263,20 @@ def route(
         adapters = (hidden, lora.rows.slots, site.pool, site.table)
         hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
-        parts, parts if bias is None else bias, chosen, weights, ranks, pairs, groups, *adapters,
+        parts, parts if bias is None else bias, chosen, weights, ranks, pairs, lists, *adapters,
         counters(device), num_rows, num_experts, factor, parts.stride(0), parts.stride(1),
         *hidden_strides,
         NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
         SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
+        NUM_GROUPS=0 if groups is None else groups.count,
+        CHOSEN_GROUPS=0 if groups is None else groups.chosen,
+        GROUP_SIZE=1 if groups is None else num_experts // groups.count,
         num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
     if is_small:
-        return Routing(weights, pairs, groups, chosen)
+        return Routing(weights, pairs, lists, chosen)
     rows = tile_rows(num_rows * top_k, num_experts)
     return ordered(chosen, weights, num_experts, tile_rows=rows)
 

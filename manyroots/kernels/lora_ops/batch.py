@@ -106,6 +106,11 @@ class AdapterBatch:
         alone = tuple(run for run in runs if id(run) not in chosen)
         return cls(runs, alone, _group(together, stack, device))
 
+    def with_slots(self, slots: npt.NDArray[np.int32], device: torch.device) -> AdapterBatch | None:
+        """Other tokens with these adapters, one run after the other."""
+        weights = {run.slot: run.weights for run in self.runs}
+        return AdapterBatch.build(slots.astype(np.int64), weights, None, device)
+
     def between(self, first: int, last: int) -> AdapterBatch | None:
         """Of the tokens [first, last) alone; None if none of them has an adapter. Decodes, which
         come first, stay together if all of them are among these."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.lora_ops.batch import AdapterBatch
 
 RANK_STEP = 8
@@ -96,6 +97,8 @@ class LoraRows:
     max_blocks: int
     batch: AdapterBatch | None = None
     """The same as the torch set computes it, where that has prepared the step."""
+    on_host: np.ndarray | None = None
+    """`slots` on the host, where the step was prepared there."""
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -113,6 +116,16 @@ class LoraRows:
         if batch is None:
             return None
         return LoraRows.build(self.slots[first:last].numpy(), self.slots.device, batch=batch)
+
+    def of(self, tokens: np.ndarray) -> LoraRows | None:
+        """Of rows that have the adapters of these tokens, in any number and order; None if these
+        are all the base model's."""
+        assert self.on_host is not None, "the adapters of a captured step are known on the device"
+        slots = self.on_host[tokens]
+        if (slots == NO_ADAPTER).all():
+            return None
+        batch = None if self.batch is None else self.batch.with_slots(slots, self.slots.device)
+        return LoraRows.build(slots, self.slots.device, batch=batch)
 
     @classmethod
     def build(
@@ -134,6 +147,7 @@ class LoraRows:
             num_blocks=there[2],
             max_blocks=len(blocks),
             batch=batch,
+            on_host=wanted,
         )
 
 

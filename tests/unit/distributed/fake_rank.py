@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,15 @@ from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import Join, StartSteps
 from manyroots.errors import ModelError
 from manyroots.ids import StepId
-from manyroots.step import AdapterLoaded, DropAdapter, LoadAdapter, Plan, StepResult
+from manyroots.step import (
+    AdapterLoaded,
+    Copy,
+    CopyDone,
+    DropAdapter,
+    LoadAdapter,
+    Plan,
+    StepResult,
+)
 
 RAISES_ON_FIRST = StepId(1000)
 RAISES_ON_LAST = StepId(1001)
@@ -29,9 +38,11 @@ DIES_ON_LAST = StepId(1002)
 HANGS_ON_LAST = StepId(1003)
 
 
-def plan(step_id: int, *, adapters: tuple[LoadAdapter, ...] = ()) -> Plan:
+def plan(
+    step_id: int, *, adapters: tuple[LoadAdapter, ...] = (), copies: tuple[Copy, ...] = ()
+) -> Plan:
     none, nobody = np.empty(0, np.int32), np.empty(0, np.bool_)
-    return Plan(StepId(step_id), (), (), none, none, nobody, adapters=adapters)
+    return Plan(StepId(step_id), (), (), none, none, nobody, copies, adapters)
 
 
 def compute(step_id: StepId, shard: Shard) -> list[int]:
@@ -71,12 +82,20 @@ class FirstRank:
 class Steps:
     shard: Shard
     tell: follower.Tell
+    forgotten: int = 0
+    """How many pages it was told to remove."""
 
     def execute(self, plan: Plan) -> object:
         for intent in plan.adapters:
             if isinstance(intent, LoadAdapter):
                 self.tell(AdapterLoaded(intent.load_id, f"told by rank {self.shard.rank}"))
+        for copy in plan.copies:
+            arrived = np.arange(len(copy.target_units)) != self.shard.rank
+            self.tell(CopyDone(copy.copy_id, arrived, seconds=float(self.forgotten)))
         return compute(plan.step_id, self.shard)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        self.forgotten += len(hashes)
 
     def drop(self, intent: DropAdapter) -> None:
         raise NotImplementedError(f"no test drops {intent}")

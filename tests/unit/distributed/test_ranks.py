@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from manyroots.config import engine_settings
@@ -21,8 +22,8 @@ from manyroots.distributed.runner import RankedRunner
 from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import RankMessageKind, StartSteps
 from manyroots.errors import ModelError, UnavailableError
-from manyroots.ids import AdapterDigest, AdapterSlot, StepId, Tier
-from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, SlotRef
+from manyroots.ids import AdapterDigest, AdapterSlot, CopyId, StepId, Tier
+from manyroots.step import AdapterLoaded, Copy, CopyDone, LoadAdapter, LoadId, SlotRef
 from tests.helpers.patience import PATIENCE_S
 from tests.unit.distributed import fake_rank
 
@@ -37,7 +38,7 @@ class Ranked:
     def __init__(self, size: int) -> None:
         self.deaths: list[str] = []
         self.died = threading.Event()
-        self.answers: list[tuple[int, AdapterLoaded]] = []
+        self.answers: list[tuple[int, AdapterLoaded | CopyDone]] = []
         shard = Shard(0, size)
         self.ranks = Ranks(size, engine_settings({"model": "fake"}), command=COMMAND)
         fits = self.ranks.wait_until_loaded()
@@ -48,6 +49,7 @@ class Ranked:
             fake_rank.FirstRank(shard),
             self.ranks,
             on_adapter=lambda rank, answer: self.answers.append((rank, answer)),
+            on_copy=lambda rank, answer: self.answers.append((rank, answer)),
             on_death=self._die,
             leave=leave_group,
         )
@@ -89,12 +91,35 @@ def test_what_other_ranks_load_is_told_with_their_number() -> None:
         target = SlotRef(AdapterSlot(0), 1)
         load = LoadAdapter(LoadId(4), AdapterDigest(b"d"), Tier.STORAGE, target, "/a", 8)
         it.runner.launch(fake_rank.plan(1, adapters=(load,))).result(PATIENCE_S)
-        deadline = time.monotonic() + PATIENCE_S
-        while len(it.answers) < 2:  # what is on its way when they are closed is nobody's any more
-            assert time.monotonic() < deadline, it.answers
-            time.sleep(0.01)
+        wait_for_answers(it)
     assert sorted(rank for rank, _ in it.answers) == [1, 2]
-    assert {answer.load_id for _, answer in it.answers} == {LoadId(4)}
+    for _, answer in it.answers:
+        assert isinstance(answer, AdapterLoaded)
+        assert answer.load_id == LoadId(4)
+
+
+def wait_for_answers(it: Ranked) -> None:
+    """One of each other rank; answers that are on their way at the close are lost."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(it.answers) < 2:
+        assert time.monotonic() < deadline, it.answers
+        time.sleep(0.01)
+
+
+def test_t15_every_rank_gets_the_copies_of_a_plan_and_tells_how_they_ended() -> None:
+    """T15: and each is told which stored pages to remove, before any later plan."""
+    none, units = np.empty(0, np.int32), np.arange(3, dtype=np.int32)
+    with ranked(3) as it:
+        it.ranks.send(RankMessageKind.FORGET, (b"one page", b"another"))
+        copy = Copy(CopyId(9), 1, Tier.STORAGE, Tier.HOST, none, units, (b"a", b"b", b"c"))
+        it.runner.launch(fake_rank.plan(1, copies=(copy,))).result(PATIENCE_S)
+        wait_for_answers(it)
+    by_rank = dict(it.answers)
+    for rank in (1, 2):
+        answer = by_rank[rank]
+        assert isinstance(answer, CopyDone)
+        assert (answer.copy_id, answer.error, answer.seconds) == (CopyId(9), None, 2.0)
+        assert answer.arrived.tolist() == [True, rank != 1, rank != 2]
 
 
 @pytest.mark.parametrize(

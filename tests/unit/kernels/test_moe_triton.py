@@ -11,7 +11,7 @@ from manyroots.kernels.lora_ops import reference as sites  # isort: skip
 from manyroots.kernels.lora_ops.sites import LoraTerm  # isort: skip
 from manyroots.kernels.fused_moe import reference  # isort: skip
 from manyroots.kernels.fused_moe import triton as fast  # isort: skip
-from manyroots.kernels.fused_moe.routing import Routing, Scoring  # isort: skip
+from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring  # isort: skip
 from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
@@ -49,6 +49,27 @@ def test_routing_equals_the_reference(
     assert lists == by_expert(expected)
     used_first = routing.groups.tolist()[: min(experts, tokens * top_k)]
     assert most == 0 or {expert for expert, _, _ in used_first} >= set(lists)
+
+
+@pytest.mark.parametrize("scoring", [Scoring.SOFTMAX, Scoring.SIGMOID_RENORMALISED])
+@pytest.mark.parametrize(
+    ("experts", "groups"), [(12, (4, 2)), (20, (5, 2)), (8, (8, 3)), (16, (2, 1))]
+)
+def test_f01_experts_are_chosen_within_the_chosen_groups(
+    experts: int, groups: tuple[int, int], scoring: Scoring
+) -> None:
+    """F01: groups of 3, 4, 1 and 8 experts; never one of a group that was not chosen."""
+    scores, bias = randn(7, experts), randn(experts, seed=8)
+    bias = bias if scoring.is_sigmoid else None
+    own = ExpertGroups(*groups)
+    routing = fast.route(scores, 3, scoring=scoring, bias=bias, groups=own)
+    expected = reference.route(scores, 3, scoring=scoring, bias=bias, groups=own)
+    assert_close("lora", routing.weights, expected.weights, torch.float32)
+    assert by_expert(routing) == by_expert(expected)
+    used = expected.experts // (experts // own.count)
+    assert all(len(set(row)) <= own.chosen for row in used.tolist())
+    free = reference.route(scores, 3, scoring=scoring, bias=bias)
+    assert torch.equal(free.experts, expected.experts) == (own.chosen >= 3)
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.kernels.attention.paged import AttentionMetadata, query_blocks
+from manyroots.kernels.attention.paged import query_blocks
+from manyroots.kernels.latent.step import PromptLens
 from manyroots.kernels.lora_ops.sites import LoraRows
-from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
-from manyroots.kernels.recurrent.rows import StateRows
+from manyroots.layers.memories import StepRows
 from manyroots.layers.step import LogitsIndices, Step
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_pool import AdapterPool
@@ -90,18 +91,7 @@ class PagedModel:
                 model.kernels.qk_rope_kv_write.look_up(rope, at, model.dtype)
                 for rope in model.ropes
             ),
-            memories=tuple(
-                model.kernels.attention.prepare(
-                    self._rows(family, order, begins, ends, owners, positions),
-                    self.page_size,
-                    model.dtype,
-                )
-                for family in range(model.num_paged)
-            )
-            + tuple(
-                self._states(family, order, begins, ends)
-                for family in range(model.num_paged, len(self.arenas))
-            ),
+            memories=self._prepared(order, begins, ends, owners, positions),
             lora=lora,
             logits_indices=logits_indices,
         )
@@ -118,63 +108,74 @@ class PagedModel:
         )
         return rows
 
-    def _states(
-        self, family: int, order: list[str], begins: list[int], ends: list[int]
-    ) -> StateRows:
-        tables, free = self._tables[family], self._free[family]
-        units = [tables.setdefault(name, [free.pop()])[0] for name in order]
-        counts = np.array(ends) - np.array(begins)
-        num_decodes = int((counts == 1).sum())
-        starts = num_decodes + np.concatenate(([0], np.cumsum(counts[num_decodes:])))
-
-        def there(values: object) -> Tensor:
-            return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)
-
-        rows: StateRows = self.model.kernels.recurrent.prepare(
-            there(units), there(ends), there(starts) if num_decodes < len(order) else None,
-            num_decodes, int(counts.max()),
-        )  # fmt: skip
-        return rows
-
-    def _rows(
+    def _prepared(
         self,
-        family: int,
         order: list[str],
         begins: list[int],
         ends: list[int],
         owners: list[str],
         positions: list[int],
-    ) -> AttentionMetadata:
+    ) -> tuple[Any, ...]:
+        """What each family's memory prepares of the step."""
+        model, size = self.model, self.page_size
+        lens = np.array(ends, np.int64)
+        counts = lens - np.array(begins, np.int64)
+        num_decodes = int((counts == 1).sum())
+        starts = num_decodes + np.concatenate(([0], np.cumsum(counts[num_decodes:])))
+        has_prompts = num_decodes < len(order)
+        blocks = query_blocks(starts.tolist(), lens[num_decodes:].tolist())
+        tables = [self._table(family, order, ends) for family in range(model.num_paged)]
+        pages = [
+            [own[name][p // size] for name, p in zip(owners, positions, strict=True)]
+            for own in self._tables[: model.num_paged]
+        ]
+        units = [
+            [own.setdefault(name, [free.pop()])[0] for name in order]
+            for own, free in zip(
+                self._tables[model.num_paged :], self._free[model.num_paged :], strict=True
+            )
+        ]
+
+        def there(values: object) -> Tensor:
+            return torch.tensor(np.asarray(values), dtype=torch.int32, device=model.device)
+
+        rows = StepRows(
+            page_tables=there(tables),
+            pages=there(pages),
+            offsets=there([p % size for p in positions]),
+            units=there(units) if units else None,
+            context_lens=there(lens),
+            num_decodes=num_decodes,
+            query_starts=there(starts) if has_prompts else None,
+            blocks=there(blocks) if has_prompts else None,
+            order=None,
+            shared=None,
+            max_chunk=int(counts.max()),
+            page_size=size,
+            is_padded=False,
+            prompt_lens=(
+                PromptLens(counts[num_decodes:], lens[num_decodes:]) if has_prompts else None
+            ),
+        )
+        return tuple(
+            family.memory.prepare(
+                rows, place - model.num_paged * family.is_state, model.kernels, model.dtype
+            )
+            for place, family in enumerate(model.families)
+        )
+
+    def _table(self, family: int, order: list[str], ends: list[int]) -> np.ndarray:
+        """The pages of sequences that have grown so long; as wide as the longest."""
         tables, free, size = self._tables[family], self._free[family], self.page_size
         for name, end in zip(order, ends, strict=True):
             table = tables.setdefault(name, [])
             while len(table) * size < end:
                 table.append(free.pop())
         width = max(len(tables[name]) for name in order)
-        table_array = np.zeros((len(order), width), np.int32)
+        found = np.zeros((len(order), width), np.int32)
         for row, name in enumerate(order):
-            table_array[row, : len(tables[name])] = tables[name]
-        pages = [tables[name][p // size] for name, p in zip(owners, positions, strict=True)]
-        lens = np.array(ends, np.int32)
-        counts = lens - np.array(begins, np.int32)
-        num_decodes = int((counts == 1).sum())
-        starts = num_decodes + np.concatenate(([0], np.cumsum(counts[num_decodes:])))
-        starts = starts.astype(np.int32)
-        has_prompts = num_decodes < len(order)
-        blocks = query_blocks(starts.tolist(), lens[num_decodes:].tolist())
-
-        def there(values: object) -> Tensor:
-            return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)
-
-        return AttentionMetadata(
-            page_table=there(table_array),
-            context_lens=there(lens),
-            num_decodes=num_decodes,
-            query_starts=there(starts) if has_prompts else None,
-            blocks=there(blocks) if has_prompts else None,
-            slot_mapping=SlotMapping(there(pages), there([p % size for p in positions])),
-            window=self.model.families[family].window or 0,
-        )
+            found[row, : len(tables[name])] = tables[name]
+        return found
 
     def _give_back(self, order: list[str]) -> None:
         for family, arena in zip(self.model.families, self.arenas, strict=True):

@@ -23,6 +23,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm4-moe": {},
     "gemma2": {},
     "nemotron-h": {},
+    "deepseek-v2": {},
+    "deepseek-v2-lite": {},
+    "deepseek-v3": {},
+    "glm4-moe-lite": {},
+    "minicpm3": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {

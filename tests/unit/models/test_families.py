@@ -54,14 +54,15 @@ def test_f02_layers_that_see_everything_are_the_first_family() -> None:
 
 
 @dataclass(frozen=True)
-class Latent:
+class Vector:
     """A memory of one vector for each token and layer, made up here: what a new kind has to say."""
 
     size: int
     is_paged = True
+    may_pad_prompts = True
     window = None
 
-    def in_dtype(self, dtype: str) -> Latent:
+    def in_dtype(self, dtype: str) -> Vector:
         return self
 
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
@@ -85,21 +86,21 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class LatentSpec:
-    memory: Latent
-    name: str = "latent"
+class VectorSpec:
+    memory: Vector
+    name: str = "vector"
 
 
-def with_latents() -> Any:
+def with_vectors() -> Any:
     """Llama's layers, the last of which has a mixer that no other room knows."""
     spec = tiny_spec("llama")
-    mixers: Any = (LatentSpec(Latent(24)),)
+    mixers: Any = (VectorSpec(Vector(24)),)
     return replace(spec, layers=(*spec.layers[:-1], replace(spec.layers[-1], mixers=mixers)))
 
 
 def test_f02_a_new_kind_of_memory_makes_its_own_arena_and_step_inputs() -> None:
     """F02: neither families nor arenas know what a kind keeps."""
-    keys, latents = families(with_latents().layers)
+    keys, latents = families(with_vectors().layers)
     assert not latents.is_state
     arena = latents.make_arena(3, PAGE, torch.float32, torch.device("cpu"))
     assert arena.layer(0).shape == (3, PAGE, 24)
@@ -123,5 +124,5 @@ def test_f02_a_new_kind_of_memory_makes_its_own_arena_and_step_inputs() -> None:
 )
 def test_f02_a_check_that_does_not_know_a_mixer_says_so(check: Callable[[Any], object]) -> None:
     """F02: instead of passing over it; the type checker names the same places."""
-    with pytest.raises(AssertionError, match="LatentSpec"):
-        check(replace(with_latents(), layers=with_latents().layers[-1:]))
+    with pytest.raises(AssertionError, match="VectorSpec"):
+        check(replace(with_vectors(), layers=with_vectors().layers[-1:]))

@@ -197,6 +197,8 @@ def test_a_config_with_nothing_but_its_type_is_described(name: str, tmp_path: Pa
             fields["head_dim"] = 128  # transformers' defaults turn 21 dimensions of each head
         if model_type == "nemotron_h":
             fields["layers_block_type"] = ["linear_attention", "mlp"]  # by default, experts, too
+        if model_type == "deepseek_v2":
+            fields["num_experts_per_tok"] = 6  # none by default, which no model can have
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert describe(resolve_source(ModelSettings(model=str(tmp_path)))).num_layers > 0
 

@@ -231,7 +231,7 @@ def test_a_config_that_is_huge_or_deep_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shard", [WHOLE, Shard(0, 2), Shard(1, 2)])
 def test_weights_are_counted_as_they_are_made(kind: str, shard: Shard) -> None:
     """So that what is counted before is what would be asked for."""
-    spec = tiny_spec(kind, num_key_value_heads=2)
+    spec = tiny_spec(kind)
     own = rank_spec(spec, shard)
     model = Decoder(own, dtype=torch.float32, device=torch.device("meta"), shard=shard)
     rows = shard.part(spec.vocab_size)

@@ -46,7 +46,7 @@ def chunked(model: Decoder) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     """W16: every architecture, biases once, a vocabulary (97) that two ranks can't halve."""
-    save_tiny(tmp_path, kind, num_key_value_heads=2)
+    save_tiny(tmp_path, kind)
     model = load_tiny(tmp_path)
     alone = chunked(model)
 

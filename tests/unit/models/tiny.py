@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma2Config,
@@ -16,6 +20,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -26,6 +32,8 @@ from transformers import (
     Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniCPM3Config,
+    MiniCPM3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -146,6 +154,33 @@ GLM: dict[str, Any] = {
     "n_shared_experts": 2,
     "routed_scaling_factor": 1.5,
     "num_mtp_layers": 0,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 7,
+}
+LATENT_YARN = {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2}
+LATENT_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 6,
+    "short_factor": [1.0, 1.0, 1.25],
+    "long_factor": [1.0, 1.5, 4.0],
+}
+DEEPSEEK: dict[str, Any] = {
+    **LATENT,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
 }
 GEMMA2: dict[str, Any] = {
     "head_dim": 16,
@@ -294,6 +329,31 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {**GLM, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
     ),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, GEMMA2),
+    "deepseek-v2": (
+        DeepseekV2Config, DeepseekV2ForCausalLM,
+        {**DEEPSEEK, "topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN},
+    ),
+    "deepseek-v2-lite": (
+        DeepseekV2Config, DeepseekV2ForCausalLM,
+        {**DEEPSEEK, "q_lora_rank": None, "mlp_bias": True},
+    ),
+    "deepseek-v3": (
+        DeepseekV3Config, DeepseekV3ForCausalLM,
+        {**DEEPSEEK, "num_mtp_layers": 0, "rope_parameters": LATENT_YARN},
+    ),
+    "deepseek-v3-biased": (
+        DeepseekV3Config, DeepseekV3ForCausalLM,
+        {**DEEPSEEK, "num_mtp_layers": 0, "attention_bias": True, "rope_interleave": False,
+         "norm_topk_prob": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4-moe-lite": (
+        Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM,
+        {**DEEPSEEK, "n_shared_experts": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "minicpm3": (
+        MiniCPM3Config, MiniCPM3ForCausalLM,
+        {**LATENT, "scale_emb": 3, "dim_model_base": 24, "rope_parameters": LATENT_LONGROPE},
+    ),
     "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (

@@ -1,0 +1,163 @@
+"""One step as layers of latent attention see it: which tokens attend to latents, which to pieces.
+
+Tokens of a prompt either are rows of their own that attend to latents, as decoding tokens do, or
+attend to keys and values, which are expanded from latents in bounded pieces. A layer chooses; what
+either needs is made once per step, by the first layer that asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
+
+MAX_KEYS = 4096
+"""Most tokens whose keys and values exist at once: with 128 heads of 192 and 128, 320 MiB."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLens:
+    """Sequences that do not decode, as the host knows them."""
+
+    num_queries: Int64s
+    context_lens: Int64s
+    """Tokens that the last query sees, itself included."""
+
+    @property
+    def num_seen(self) -> int:
+        """Pairs of a query and a key, without regard to order."""
+        return int((self.num_queries * self.context_lens).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandedPiece:
+    """Keys of some prompts, and the queries that attend to them."""
+
+    tokens: slice
+    """Among the tokens of prompts."""
+    slots: Tensor
+    """int64 [keys]: where the latents are, page * page_size + place."""
+    piece: KeyPiece
+    key_tokens: Int64s
+    """[keys]: a token of the same sequence, among all of the step's."""
+
+
+class LatentStep:
+    """What the layers of one family read of a step."""
+
+    def __init__(
+        self,
+        *,
+        page_table: Tensor,
+        context_lens: Tensor,
+        num_decodes: int,
+        slot_mapping: SlotMapping,
+        page_size: int,
+        prompts: PromptLens | None,
+    ) -> None:
+        """The tensors are those of `StepRows`; decoding sequences come first."""
+        self.slot_mapping, self.prompts = slot_mapping, prompts
+        self._table, self._lens = page_table, context_lens
+        self._num_decodes, self._page_size = num_decodes, page_size
+        self._lora: LoraRows | None = None
+        self._decode_lora: LoraRows | None = None
+        self._key_lora: list[LoraRows | None] = []
+
+    @property
+    def decodes(self) -> tuple[Tensor, Tensor]:
+        """The page table and lengths of rows that decode."""
+        return self._table[: self._num_decodes], self._lens[: self._num_decodes]
+
+    @property
+    def num_decodes(self) -> int:
+        return self._num_decodes
+
+    @cached_property
+    def every_row(self) -> tuple[Tensor, Tensor]:
+        """The same with a row for each token."""
+        if self.prompts is None:
+            return self.decodes
+        counts = np.concatenate((np.ones(self._num_decodes, np.int64), self.prompts.num_queries))
+        device = self._table.device
+        repeats = torch.from_numpy(counts).to(device)
+        ends = torch.repeat_interleave(self._lens, repeats, output_size=int(counts.sum()))
+        last = np.cumsum(counts).repeat(counts)
+        before = torch.from_numpy((last - 1 - np.arange(len(last))).astype(np.int32)).to(device)
+        table = torch.repeat_interleave(self._table, repeats, 0, output_size=int(counts.sum()))
+        return table, ends - before
+
+    @cached_property
+    def pieces(self) -> tuple[ExpandedPiece, ...]:
+        """All keys that prompts see, at most MAX_KEYS at once."""
+        return tuple(self._pieces())
+
+    def _pieces(self) -> Iterator[ExpandedPiece]:
+        assert self.prompts is not None
+        queries, contexts = self.prompts.num_queries, self.prompts.context_lens
+        parts: list[tuple[int, int, int]] = []
+        room = MAX_KEYS
+        for seq, length in enumerate(contexts.tolist()):
+            first = 0
+            while first < length:
+                last = min(length, first + room)
+                parts.append((seq, first, last))
+                room -= last - first
+                first = last
+                if room == 0:
+                    yield self._piece(parts, queries, contexts)
+                    parts, room = [], MAX_KEYS
+        if parts:
+            yield self._piece(parts, queries, contexts)
+
+    def _piece(
+        self, parts: list[tuple[int, int, int]], queries: Int64s, contexts: Int64s
+    ) -> ExpandedPiece:
+        """Of keys from one place to another of neighbouring sequences."""
+        seqs, firsts, lasts = (np.array(numbers) for numbers in zip(*parts, strict=True))
+        starts = np.concatenate(([0], np.cumsum(queries)))
+        counts, own = lasts - firsts, queries[seqs]
+        places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
+        device, size = self._table.device, self._page_size
+        numbers = (
+            np.concatenate(([0], np.cumsum(own))),
+            np.concatenate(([0], np.cumsum(counts))),
+            contexts[seqs] - own - firsts,
+        )
+        query_starts, key_starts, first_seen = (
+            torch.from_numpy(array.astype(np.int32)).to(device) for array in numbers
+        )
+        rows = torch.from_numpy(np.repeat(self._num_decodes + seqs, counts)).to(device)
+        at = torch.from_numpy(places).to(device)
+        slots = self._table[rows, at // size].long() * size + at % size
+        return ExpandedPiece(
+            tokens=slice(int(starts[seqs[0]]), int(starts[seqs[-1] + 1])),
+            slots=slots,
+            piece=KeyPiece(query_starts, key_starts, first_seen, int(own.max()), int(counts.max())),
+            key_tokens=np.repeat(self._num_decodes + starts[seqs], counts),
+        )
+
+    def lora_of_decodes(self, lora: LoraRows | None) -> LoraRows | None:
+        """The adapters of rows that decode, of those of all tokens."""
+        return None if lora is None else self._adapters(lora)[0]
+
+    def lora_of_keys(self, lora: LoraRows | None, place: int) -> LoraRows | None:
+        """The adapters of a piece's keys: those of the sequences that see them."""
+        return None if lora is None else self._adapters(lora)[1][place]
+
+    def _adapters(self, lora: LoraRows) -> tuple[LoraRows | None, list[LoraRows | None]]:
+        if self._lora is not lora:
+            self._lora = lora
+            self._decode_lora = lora.of(np.arange(self._num_decodes)) if self._num_decodes else None
+            self._key_lora = [lora.of(piece.key_tokens) for piece in self.pieces]
+        return self._decode_lora, self._key_lora

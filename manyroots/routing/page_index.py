@@ -1,0 +1,95 @@
+"""Which replicas have which pages, on which tier.
+
+Takes page hashes as replicas store and remove them; gives, for the hashes of a prompt, how many
+leading pages each replica has. A set of replicas is the bits of an int, so one lookup answers for
+all of them.
+
+A replica that has a page of full attention on the device has all pages before it (cache/README.md).
+So the set can only shrink along a prompt, and a search by halves finds every change. On lower tiers
+a page before it may be missing: there the count is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyroots.ids import Tier
+
+
+class PageIndex:
+    """Pages of all replicas by tier."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._holders: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+        """Page hash -> the replicas that have it."""
+
+    def __len__(self) -> int:
+        """Distinct pages on the device tier."""
+        return len(self._holders[Tier.DEVICE])
+
+    def is_empty(self, tier: Tier) -> bool:
+        return not self._holders[tier]
+
+    def store(self, replica: int, tier: Tier, hashes: Sequence[int]) -> None:
+        holders, bit = self._holders[tier], 1 << replica
+        for page in hashes:
+            holders[page] = holders.get(page, 0) | bit
+
+    def remove(self, replica: int, tier: Tier, hashes: Sequence[int]) -> None:
+        holders, rest = self._holders[tier], ~(1 << replica)
+        for page in hashes:
+            left = holders.get(page, 0) & rest
+            if left:
+                holders[page] = left
+            else:
+                holders.pop(page, None)
+
+    def forget(self, replica: int) -> None:
+        """A replica has nothing any more."""
+        for tier in Tier:
+            bit = 1 << replica
+            self.remove(replica, tier, [p for p, has in self._holders[tier].items() if has & bit])
+
+    def has(self, replica: int, tier: Tier, page: int) -> bool:
+        return bool(self._holders[tier].get(page, 0) >> replica & 1)
+
+    def leading(self, tier: Tier, hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """How many of the prompt's first pages replicas have on this tier: (a set of replicas,
+        their number of pages), disjoint sets. Replicas that have none are left out."""
+        holders = self._holders[tier]
+        if not holders or not hashes:
+            return []
+        get, end = holders.get, len(hashes)
+        found: list[tuple[int, int]] = []
+        low, has = 0, get(hashes[0], 0)
+        while has:
+            # `low` is a page that all of them have; find the first that some of them lack.
+            high = end
+            while high - low > 1:
+                middle = low + high >> 1
+                if get(hashes[middle], 0) & has == has:
+                    low = middle
+                else:
+                    high = middle
+            left = get(hashes[high], 0) & has if high < end else 0
+            found.append((has & ~left, high))
+            low, has = high, left
+        return found
+
+    def num_leading(self, replica: int, tier: Tier, hashes: Sequence[int]) -> int:
+        """How many of the prompt's first pages one replica has."""
+        for replicas, num_pages in self.leading(tier, hashes):
+            if replicas >> replica & 1:
+                return num_pages
+        return 0
+
+
+def numbers(replicas: int) -> list[int]:
+    """The replicas of a set."""
+    found = []
+    while replicas:
+        low = replicas & -replicas
+        found.append(low.bit_length() - 1)
+        replicas ^= low
+    return found

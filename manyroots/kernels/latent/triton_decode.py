@@ -1,0 +1,176 @@
+"""Latent decode in Triton, split over the history: queries attend to latents themselves.
+
+Same signature as `reference.py`. Reads exactly the tokens that a row sees, so what lies in the rest
+of a page never matters. A latent is loaded once and used as key and as value. Scores are in units
+of log2, because exp2 is what the chip has. What `triton_hopper.py` takes goes there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.latent import triton_hopper
+from manyroots.kernels.launch import counters, launch_options, let_next_begin, wait_for_inputs
+
+LOG2_E = math.log2(math.e)
+MULTIPROCESSORS = 132
+MOST_PARTS = 16
+"""Of a row."""
+TOKENS = 32
+"""Of a step of a program."""
+
+
+@triton.jit
+def read_rows(
+    pages, scales, at, scales_at, ok, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr, IS_FP8: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """The latents and the rotated parts of tokens whose rows begin at `at` (int64 [tokens])."""
+    d = tl.arange(0, LATENT_POW)
+    e = tl.arange(0, ROPE_POW)
+    seen = ok[:, None] & (d < LATENT)[None, :]
+    latents = tl.load(pages + at[:, None] + d[None, :], mask=seen, other=0.0)
+    seen = ok[:, None] & (e < ROPE)[None, :]
+    rotated = tl.load(pages + at[:, None] + LATENT + e[None, :], mask=seen, other=0.0)
+    if IS_FP8:
+        factor = tl.load(scales + scales_at, mask=ok, other=0.0)
+        latents = latents.to(tl.float32) * factor[:, None]
+        factor = tl.load(scales + scales_at + 1, mask=ok, other=0.0)
+        rotated = rotated.to(tl.float32) * factor[:, None]
+    return latents.to(dtype), rotated.to(dtype)
+
+
+@triton.jit
+def _decode(
+    queries, pages, scales, page_table, lengths, out, partial, sums, counters, scale, table_row,
+    page_stride, token_stride, scale_start,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_POW: tl.constexpr,
+    ROPE_POW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One part of a row's history for a block of heads; the program that is last merges the
+    parts."""
+    let_next_begin(DEPENDENT)
+    split, block, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + row)
+    per_split = tl.cdiv(tl.cdiv(length, BLOCK_T), NUM_SPLITS) * BLOCK_T
+    first = split * per_split
+    h = block * BLOCK_H + tl.arange(0, BLOCK_H)
+    d = tl.arange(0, LATENT_POW)
+    is_head = h < HEADS
+    is_out = is_head[:, None] & (d < LATENT)[None, :]
+    row_head = row.to(tl.int64) * HEADS + h
+    wait_for_inputs(DEPENDENT)
+    if first >= length:
+        if split == 0:  # a row without tokens
+            nothing = tl.zeros((BLOCK_H, LATENT_POW), tl.float32)
+            tl.store(out + row_head[:, None] * LATENT + d[None, :], nothing, mask=is_out)
+        return
+    last = tl.minimum(length, first + per_split)
+    num_used = tl.cdiv(length, per_split)
+    query_at = queries + row_head[:, None] * (LATENT + ROPE)
+    query = tl.load(query_at + d[None, :], mask=is_out, other=0.0)
+    e = tl.arange(0, ROPE_POW)
+    is_rope = is_head[:, None] & (e < ROPE)[None, :]
+    query_rope = tl.load(query_at + LATENT + e[None, :], mask=is_rope, other=0.0)
+    best = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, LATENT_POW), tl.float32)
+    table = page_table + row.to(tl.int64) * table_row
+    for begin in range(first, last, BLOCK_T):
+        t = begin + tl.arange(0, BLOCK_T)
+        ok = t < last
+        page = tl.load(table + t // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
+        at = page * page_stride + t % PAGE_SIZE * token_stride
+        latents, rotated = read_rows(
+            pages, scales, at, at // 4 + scale_start, ok, LATENT, ROPE, LATENT_POW, ROPE_POW,
+            IS_FP8, query.dtype,
+        )  # fmt: skip
+        scores = tl.dot(query, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(query_rope, tl.trans(rotated), scores, input_precision="ieee")
+        scores = tl.where(ok[None, :], scores * scale, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(
+            weights.to(latents.dtype), latents, acc * shrink[:, None], input_precision="ieee"
+        )
+        best = higher
+    acc = acc / total[:, None]
+    if num_used == 1:
+        tl.store(out + row_head[:, None] * LATENT + d[None, :], acc, mask=is_out)
+    else:
+        slot = row_head * NUM_SPLITS + split
+        tl.store(partial + slot[:, None] * LATENT + d[None, :], acc, mask=is_out)
+        tl.store(sums + slot, best + tl.log2(total), mask=is_head)
+        # All of this program's stores, then the count: the last to count sees every part.
+        tl.debug_barrier()
+        counter = counters + row * tl.num_programs(1) + block
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1:
+            tl.store(counter, 0)
+            best = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+            total = tl.zeros((BLOCK_H,), tl.float32)
+            acc = tl.zeros((BLOCK_H, LATENT_POW), tl.float32)
+            for part in range(num_used):
+                slot = row_head * NUM_SPLITS + part
+                size = tl.load(sums + slot, mask=is_head, other=0.0, cache_modifier=".cg")
+                value = tl.load(
+                    partial + slot[:, None] * LATENT + d[None, :], mask=is_out, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                higher = tl.maximum(best, size)
+                shrink, weight = tl.exp2(best - higher), tl.exp2(size - higher)
+                acc = acc * shrink[:, None] + value * weight[:, None]
+                total = total * shrink + weight
+                best = higher
+            acc = acc / total[:, None]
+            tl.store(out + row_head[:, None] * LATENT + d[None, :], acc, mask=is_out)
+
+
+def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
+    """A page's numbers and its scales as tensors of their own, and where a row's scales begin."""
+    if pages.dtype is not torch.uint8:
+        return pages, pages, 0
+    return pages.view(torch.float8_e4m3fn), pages.view(torch.float32), pages.shape[2] // 4 - 4
+
+
+def latent_decode(
+    queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
+) -> Tensor:
+    """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
+    its first `lengths` tokens; zeros of a row without any."""
+    if triton_hopper.is_for(queries, pages, latent):
+        return triton_hopper.latent_decode(queries, pages, page_table, lengths, scale, latent)
+    queries = queries.contiguous()
+    num_rows, heads, width = queries.shape
+    device = queries.device
+    block = min(16 if queries.dtype == torch.float32 else 32, _pow(heads))
+    blocks = -(-heads // block)
+    # Enough parts to fill the chip about four times.
+    parts = min(MOST_PARTS, _pow(-(-4 * MULTIPROCESSORS // (num_rows * blocks)), 1))
+    out = torch.empty(num_rows, heads, latent, dtype=queries.dtype, device=device)
+    # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
+    partial = torch.empty(num_rows * heads * parts, latent, dtype=torch.float32, device=device)
+    sums = torch.empty(num_rows * heads * parts, dtype=torch.float32, device=device)
+    numbers, scales, scale_start = numbers_of(pages)
+    _decode[(parts, blocks, num_rows)](
+        queries, numbers, scales, page_table, lengths, out, partial, sums, counters(device),
+        scale * LOG2_E, page_table.stride(0), pages.stride(0), pages.stride(1), scale_start,
+        HEADS=heads, LATENT=latent, ROPE=width - latent, LATENT_POW=_pow(latent),
+        ROPE_POW=_pow(width - latent), PAGE_SIZE=pages.shape[1], BLOCK_H=block,
+        BLOCK_T=16 if queries.dtype == torch.float32 else TOKENS, NUM_SPLITS=parts,
+        IS_FP8=pages.dtype is torch.uint8, num_warps=4 if block <= 16 else 8, num_stages=2,
+        **launch_options(device),
+    )  # fmt: skip
+    return out
+
+
+def _pow(size: int, least: int = 16) -> int:
+    """A power of two, and no less than a matrix instruction takes."""
+    return max(least, triton.next_power_of_2(max(1, size)))

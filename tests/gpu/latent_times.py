@@ -8,9 +8,12 @@ token is not a number.
 from __future__ import annotations
 
 import statistics
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +29,8 @@ GPU = torch.device("cuda")
 NUM_LAYERS = 3
 ALLOWED = 1e-2
 """Of the norm of the right numbers."""
-failed: list[str] = []
+MOST_S = 50
+"""Of one case's compilation and check."""
 
 
 class Pages:
@@ -91,39 +95,54 @@ def microseconds(calls: list[Callable[[], Any]], rounds: int = 12) -> tuple[floa
     return statistics.median(samples), min(samples), max(samples)
 
 
-def decode_case(
-    name: str, decode: Callable[..., Tensor], lens: list[int], heads: int, page_size: int,
-    *, timed: bool = True,
-) -> None:  # fmt: skip
-    label = f"{name:24} {heads:4} heads {len(lens):4} rows of {max(lens):6} page {page_size:3}"
-    try:
-        torch.manual_seed(len(lens) + heads)
-        data = Pages(lens, page_size, NUM_LAYERS if timed else 1)
-        q = torch.randn(len(lens), heads, WIDTH, dtype=torch.bfloat16, device=GPU) * 2
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel on rows of these lengths."""
+
+    name: str
+    way: Callable[..., Any]
+    """Makes the kernel."""
+    rows: str
+    heads: int
+    page_size: int = 16
+    timed: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.name:18} {self.heads:4} heads {self.rows:>9} page {self.page_size:3}"
+
+    def _make(self, num_layers: int) -> tuple[Pages, Tensor, Callable[..., Tensor]]:
+        lens = ROWS[self.rows]
+        torch.manual_seed(len(lens) + self.heads)
+        data = Pages(lens, self.page_size, num_layers)
+        q = torch.randn(len(lens), self.heads, WIDTH, dtype=torch.bfloat16, device=GPU) * 2
+        return data, q, self.way()
+
+    def check(self) -> str:
+        data, q, decode = self._make(1)
+        pages, rest = data.layers[0], (data.table, data.lens, SCALE, LATENT)
         # Memory that nothing has written yet is not a number.
         torch.use_deterministic_algorithms(True, warn_only=True)
-        out = decode(q, data.layers[0], data.table, data.lens, SCALE, LATENT)
+        out = decode(q, pages, *rest)
         torch.use_deterministic_algorithms(False)
-        error = off(out, right(q, data.layers[0], data.table, data.lens))
-        again = decode(q, data.layers[0], data.table, data.lens, SCALE, LATENT)
-        note = "" if torch.equal(out, again) else "  MOVES"
-        if not error < ALLOWED:
-            failed.append(label)
-            note += "  WRONG"
-        line = f"{label}  off {error:.1e}{note}"
-        if timed:
-            calls = [
-                partial(decode, q, layer, data.table, data.lens, SCALE, LATENT)
-                for layer in data.layers
-            ]
-            us, least, most = microseconds(calls)
-            num_bytes, flops = sum(lens) * WIDTH * 2, 2 * sum(lens) * heads * (WIDTH + LATENT)
-            line += f"  {us:8.1f} us ({least:.1f} to {most:.1f})"
-            line += f"  {num_bytes / us / 1e6:6.3f} TB/s  {flops / us / 1e6:7.1f} TFLOP/s"
-        print(line, flush=True)
-    except Exception:
-        failed.append(label)
-        print(f"{label}  FAILED\n{traceback.format_exc(limit=-3)}", flush=True)
+        error = off(out, right(q, pages, data.table, data.lens))
+        moves = not torch.equal(out, decode(q, pages, *rest))
+        assert error < ALLOWED, f"off {error:.1e}"
+        assert not moves, f"another result for the same numbers, off {error:.1e}"
+        return f"off {error:.1e}"
+
+    def time(self) -> str:
+        data, q, decode = self._make(NUM_LAYERS)
+        calls = [
+            partial(decode, q, layer, data.table, data.lens, SCALE, LATENT) for layer in data.layers
+        ]
+        us, least, most = microseconds(calls)
+        num_tokens = int(data.lens.sum())
+        num_bytes, flops = num_tokens * WIDTH * 2, 2 * num_tokens * self.heads * (WIDTH + LATENT)
+        return (
+            f"{us:8.1f} us ({least:.1f} to {most:.1f})  {num_bytes / us / 1e6:6.3f} TB/s  "
+            f"{flops / us / 1e6:7.1f} TFLOP/s"
+        )
 
 
 class Without:
@@ -133,41 +152,92 @@ class Without:
         return lambda *args, **options: None
 
 
-def main() -> int:
-    ragged = [0, 1, 63, 64, 65, 127, 128, 129, 4000, 8191, 16, 15, 700, 0, 5000, 33]
-    several = [int(x) for x in torch.randint(100, 8000, (64,), generator=torch.manual_seed(0))]
-    fast, plain = triton_hopper.latent_decode, triton_decode.latent_decode
-    for heads in (16, 20, 128, 40):
-        for page_size in (16, 64, 128):
-            decode_case("hopper", fast, ragged, heads, page_size, timed=False)
-    decode_case("hopper", fast, [5], 16, 16, timed=False)
-    decode_case("hopper", fast, [100_000], 128, 16, timed=False)
-    uniform = [4096] * 64
-    for page_size in (16, 64):
-        for heads in (16, 32, 64, 128):
-            decode_case("hopper", fast, uniform, heads, page_size)
-    merge = triton_hopper._merge
-    triton_hopper._merge = Without()  # type: ignore[assignment]
-    for heads in (16, 128):
-        decode_case("hopper, not merged", fast, uniform, heads, 16)
-    triton_hopper._merge = merge
-    triton_hopper.FEW_WARPS = 4
-    decode_case("hopper, 4 warps", fast, uniform, 16, 16)
-    triton_hopper.FEW_WARPS = 8
-    for heads in (16, 128):
-        decode_case("hopper", fast, several, heads, 16)
-        decode_case("hopper", fast, [2048] * 8, heads, 16)
-        decode_case("hopper", fast, [500] * 256, heads, 16)
-    is_for = triton_hopper.is_for
+def _drawn(count: int, low: int, high: int) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(low, high, (count,), generator=generator).tolist()
+
+
+ROWS = {
+    "ragged": [0, 1, 63, 64, 65, 127, 128, 129, 4000, 8191, 16, 15, 700, 0, 5000, 33],
+    "1x5": [5],
+    "1x100000": [100_000],
+    "64x4096": [4096] * 64,
+    "64x100+": _drawn(64, 100, 8000),
+    "8x2048": [2048] * 8,
+    "256x500": [500] * 256,
+}
+
+
+def _hopper(*, warps: int = 8, merges: bool = True) -> Callable[..., Tensor]:
+    triton_hopper.FEW_WARPS = warps
+    if not merges:
+        triton_hopper._merge = Without()  # type: ignore[assignment]
+    return triton_hopper.latent_decode
+
+
+def _plain() -> Callable[..., Tensor]:
     triton_hopper.is_for = lambda *_: False
-    for heads in (16, 128):
-        decode_case("plain", plain, ragged, heads, 16, timed=False)
-        decode_case("plain", plain, uniform, heads, 16)
-        decode_case("plain", plain, [2048] * 8, heads, 16)
-    triton_hopper.is_for = is_for
-    print(f"{len(failed)} failed: {failed}" if failed else "all agree")
-    return 1 if failed else 0
+    return triton_decode.latent_decode
+
+
+def cases() -> list[Case]:
+    found = [
+        Case("hopper", _hopper, "ragged", heads, page, timed=False)
+        for heads in (16, 20, 128, 40)
+        for page in ((16, 64, 128) if heads in (16, 128) else (16,))
+    ]
+    found += [Case("hopper", _hopper, rows, 16, timed=False) for rows in ("1x5", "1x100000")]
+    found += [Case("hopper", _hopper, "64x4096", heads) for heads in (16, 32, 64, 128)]
+    found += [Case("hopper", _hopper, "64x4096", heads, 64) for heads in (16, 128)]
+    found += [
+        Case("hopper", _hopper, rows, heads)
+        for rows in ("64x100+", "8x2048", "256x500")
+        for heads in (16, 128)
+    ]
+    found.append(Case("hopper, 4 warps", partial(_hopper, warps=4), "64x4096", 16))
+    found += [Case("plain", _plain, rows, 16) for rows in ("64x4096", "8x2048")]
+    found.append(Case("plain", _plain, "64x4096", 128))
+    return found
+
+
+def one(index: int) -> int:
+    """Compile and check in a process of its own: it may fail or never end."""
+    case = cases()[index]
+    try:
+        print(f"{case.label}  {case.check()}", flush=True)
+    except Exception:
+        print(f"{case.label}  WRONG\n{traceback.format_exc(limit=-3)}", flush=True)
+        return 1
+    return 0
+
+
+def _start(index: int) -> bool:
+    command = [sys.executable, "-m", "tests.gpu.latent_times", "--one", str(index)]
+    try:
+        return subprocess.run(command, timeout=MOST_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        print(f"{cases()[index].label}  DID NOT END", flush=True)
+        return False
+
+
+def main() -> int:
+    every = cases()
+    with ThreadPoolExecutor(max_workers=14) as pool:
+        is_right = list(pool.map(_start, range(len(every))))
+    print("checked", flush=True)
+    for case, good in zip(every, is_right, strict=True):
+        if case.timed and good:
+            is_for, merge = triton_hopper.is_for, triton_hopper._merge
+            print(f"{case.label}  {case.time()}", flush=True)
+            triton_hopper.is_for, triton_hopper._merge = is_for, merge
+            if case.rows == "64x4096" and case.name == "hopper" and case.heads in (16, 128):
+                alone = replace(case, name="  not merged", way=partial(_hopper, merges=False))
+                print(f"{alone.label}  {alone.time()}", flush=True)
+                triton_hopper._merge = merge
+    print("all agree" if all(is_right) else f"{is_right.count(False)} of {len(every)} are wrong")
+    return 0 if all(is_right) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = sys.argv[1:]
+    sys.exit(one(int(arguments[1])) if arguments[:1] == ["--one"] else main())

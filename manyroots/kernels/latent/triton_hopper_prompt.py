@@ -1,0 +1,365 @@
+"""Prompt attention of latent models on Hopper GPUs, in Gluon: keys of 192 numbers, values of 128.
+
+Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton_prompt.py`. The
+work is divided as in `attention/triton_hopper.py`: two warps ask the copy engine for keys and
+values, and twice four warps have 64 queries each. Keys are copied in two pieces, because tiles are
+powers of two wide. Tiles go from the last to the first, so that partly seen ones come first.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from manyroots.kernels.attention.triton_hopper import (
+    _barriers,
+    _clear_behind,
+    _nth_item,
+    _num_multiprocessors,
+    _weigh,
+)
+from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.launch import is_hopper
+
+LOG2_E = math.log2(math.e)
+HALF = gl.constexpr(64)
+"""Queries of four warps: what one matrix instruction takes."""
+BLOCK_Q = 2 * 64
+KEY_DIM, VALUE_DIM = 192, 128
+WIDE = gl.constexpr(128)
+NARROW = gl.constexpr(64)
+"""The two pieces of keys."""
+TOKENS = gl.constexpr(128)
+"""Of a tile."""
+STAGES = gl.constexpr(2)
+"""Tiles that are there or on their way."""
+COMPUTE_REGISTERS = gl.constexpr(240)
+COPY_REGISTERS = gl.constexpr(24)
+FEWEST = 256
+"""Queries of the longest prompt from which on this is used."""
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
+
+
+@gluon.jit
+def _find(item, work, NUM_HEADS: gl.constexpr):
+    """An item of work is a block of queries of a head: the head, the block's first row, how many
+    rows are queries, how many keys the first one sees, the first key, the keys of the sequence,
+    and of the tiles that are seen, how many there are and how many are seen by all."""
+    query_starts, key_starts, first_seen, num_seqs, num_blocks = work
+    head, rest = item % NUM_HEADS, item // NUM_HEADS
+    seq = rest % num_seqs
+    first_query = (num_blocks - 1 - rest // num_seqs) * (2 * HALF)
+    start = gl.load(query_starts + seq)
+    num_rows = gl.load(query_starts + seq + 1) - start - first_query
+    first_key = gl.load(key_starts + seq)
+    num_keys = gl.load(key_starts + seq + 1) - first_key
+    lowest = gl.load(first_seen + seq) + first_query
+    num_seen = gl.minimum(num_keys, lowest + gl.minimum(num_rows, 2 * HALF))
+    num_tiles = gl.where(num_rows > 0, gl.cdiv(gl.maximum(num_seen, 0), TOKENS), 0)
+    num_whole = gl.maximum(gl.minimum((lowest + 1) // TOKENS, num_tiles - 1), 0)
+    return head, start + first_query, num_rows, lowest, first_key, num_keys, num_tiles, num_whole
+
+
+@gluon.jit
+def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.constexpr):
+    """The part of one warp: keys and queries."""
+    count, asked = 0, 0
+    tile_bytes: gl.constexpr = k_descs[0].block_type.nbytes + k_descs[1].block_type.nbytes
+    query_bytes: gl.constexpr = q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes
+    for k in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = _nth_item(k)
+        if item < num_items:
+            head, row, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS)
+            column = head * (WIDE + NARROW)
+            for i in range(num_tiles):
+                at = count + i
+                stage = at % STAGES
+                token = first_key + (num_tiles - 1 - i) * TOKENS
+                full = keys[1].index(stage)
+                mbarrier.wait(keys[2].index(stage), (at // STAGES & 1) ^ 1)
+                mbarrier.expect(full, tile_bytes)
+                _load(k_descs[0], [token, column], full, keys[0].index(stage))
+                _load(k_descs[1], [token, column + WIDE], full, keys[3].index(stage))
+                if i == 0:  # after the keys: the last item's may be in use for some time
+                    for half in gl.static_range(2):
+                        full = queries[1].index(half)
+                        mbarrier.wait(queries[2].index(half), (asked & 1) ^ 1)
+                        mbarrier.expect(full, query_bytes)
+                        first = row + half * HALF
+                        _load(q_descs[0], [first, column], full, queries[0].index(half))
+                        _load(q_descs[1], [first, column + WIDE], full, queries[3].index(half))
+                    asked += 1
+            count += num_tiles
+
+
+@gluon.jit
+def _copy_values(v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.constexpr):
+    """The part of another."""
+    count = 0
+    for k in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = _nth_item(k)
+        if item < num_items:
+            head, _, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS)
+            for i in range(num_tiles):
+                at = count + i
+                stage = at % STAGES
+                token = first_key + (num_tiles - 1 - i) * TOKENS
+                mbarrier.wait(values[2].index(stage), (at // STAGES & 1) ^ 1)
+                mbarrier.expect(values[1].index(stage), v_desc.block_type.nbytes)
+                _load(
+                    v_desc, [token, head * head_stride], values[1].index(stage),
+                    values[0].index(stage),
+                )  # fmt: skip
+            count += num_tiles
+
+
+@gluon.jit
+def _score(at, queries, keys, turns, half, layout: gl.constexpr):
+    """Begin a tile's scores when it is this half's turn."""
+    mbarrier.wait(turns.index(half), (at & 1) ^ half ^ 1)
+    stage = at % STAGES
+    none = gl.zeros([HALF, TOKENS], gl.float32, layout)
+    scores = warpgroup_mma(
+        queries[0].index(half), keys[0].index(stage).permute((1, 0)), none, use_acc=False,
+        is_async=True,
+    )  # fmt: skip
+    return warpgroup_mma(
+        queries[3].index(half), keys[3].index(stage).permute((1, 0)), scores, is_async=True
+    )
+
+
+@gluon.jit
+def _step(
+    at, end, queries, keys, values, turns, weights, acc, best, total, position, scale, half,
+    MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
+):  # fmt: skip
+    """The scores and weights of tile `at`, and the values of the one before."""
+    before = (at - 1) % STAGES
+    weights = gl.convert_layout(
+        weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2)
+    )
+    scores = _score(at, queries, keys, turns, half, s_layout)
+    mbarrier.wait(values[1].index(before), (at - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, values[0].index(before), acc, is_async=True)
+    mbarrier.arrive(turns.index(half ^ 1))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(keys[2].index(at % STAGES))
+    weights, best, total, shrink = _weigh(
+        scores, position, end - 1 - at, best, total, scale, TOKENS, MASKED, s_layout
+    )
+    # The next tile's keys are waited for here because a wait is a branch: the assembler would
+    # make the weights after the products they should run beside, but not across a branch.
+    ahead = gl.minimum(at + 1, end - 1)
+    mbarrier.wait(keys[1].index(ahead % STAGES), ahead // STAGES & 1)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    mbarrier.arrive(values[2].index(before))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    return weights, acc, best, total
+
+
+@gluon.jit
+def _attend(
+    begin, asked, found, queries, keys, values, turns, out, sums, scale, half,
+    NUM_HEADS: gl.constexpr,
+):  # fmt: skip
+    """64 queries of an item over all its tiles, the first of which is the ring's `begin`-th."""
+    head, first_row, num_rows, lowest, _, num_keys, num_tiles, num_whole = found
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
+    position = gl.minimum(lowest + half * HALF + gl.arange(0, HALF, s_rows), num_keys - 1)
+    best = gl.full([HALF], float("-inf"), gl.float32, s_rows)
+    total = gl.zeros([HALF], gl.float32, s_rows)
+    acc = gl.zeros([HALF, WIDE], gl.float32, o_layout)
+    if num_tiles > 0:
+        stage, phase, end = begin % STAGES, begin // STAGES & 1, begin + num_tiles
+        mbarrier.wait(queries[1].index(half), asked & 1)
+        mbarrier.wait(keys[1].index(stage), phase)
+        scores = _score(begin, queries, keys, turns, half, s_layout)
+        mbarrier.arrive(turns.index(half ^ 1))
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(keys[2].index(stage))
+        mbarrier.wait(values[1].index(stage), phase)
+        if num_tiles * TOKENS > num_keys:
+            _clear_behind(
+                values[0].index(stage), (num_tiles - 1) * TOKENS, num_keys, WIDE, TOKENS
+            )
+        weights, best, total, _shrink = _weigh(
+            scores, position, num_tiles - 1, best, total, scale, TOKENS, True, s_layout
+        )
+        ahead = gl.minimum(begin + 1, end - 1)
+        mbarrier.wait(keys[1].index(ahead % STAGES), ahead // STAGES & 1)
+        for at in range(begin + 1, end - num_whole):
+            weights, acc, best, total = _step(
+                at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
+                half, True, s_layout, o_layout,
+            )  # fmt: skip
+        for at in range(gl.maximum(end - num_whole, begin + 1), end):
+            weights, acc, best, total = _step(
+                at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
+                half, False, s_layout, o_layout,
+            )  # fmt: skip
+        mbarrier.arrive(queries[2].index(half))
+        last = end - 1
+        weights = gl.convert_layout(
+            weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2)
+        )
+        mbarrier.wait(values[1].index(last % STAGES), last // STAGES & 1)
+        acc = warpgroup_mma(weights, values[0].index(last % STAGES), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(values[2].index(last % STAGES))
+    factor = gl.where(total > 0.0, 1.0 / total, 0.0)
+    acc = acc * gl.convert_layout(factor, o_rows)[:, None]
+    r = half * HALF + gl.arange(0, HALF, o_rows)
+    d = gl.arange(0, WIDE, gl.SliceLayout(0, o_layout))
+    row = (first_row + r).to(gl.int64) * NUM_HEADS + head
+    gl.store(
+        out + row[:, None] * WIDE + d[None, :], acc.to(queries[0].dtype),
+        mask=(r < num_rows)[:, None],
+    )  # fmt: skip
+    ln_2: gl.constexpr = 0.6931471805599453
+    r = half * HALF + gl.arange(0, HALF, s_rows)
+    gl.store(
+        sums + (first_row + r) * NUM_HEADS + head, (best + gl.log2(total)) * ln_2,
+        mask=r < num_rows,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute(
+    queries, keys, values, turns, work, out, sums, scale, num_items, half, NUM_HEADS: gl.constexpr
+):  # fmt: skip
+    """The part of four warps: 64 queries of each item."""
+    count, asked = 0, 0
+    for k in range(gl.cdiv(num_items, gl.num_programs(0))):
+        item = _nth_item(k)
+        if item < num_items:
+            found = _find(item, work, NUM_HEADS)
+            if found[2] > 0:
+                _attend(
+                    count, asked, found, queries, keys, values, turns, out, sums, scale, half,
+                    NUM_HEADS,
+                )  # fmt: skip
+            asked += gl.where(found[6] > 0, 1, 0)
+            count += found[6]
+
+
+@gluon.jit(
+    # Compiled once for all steps: it takes seconds.
+    do_not_specialize=["num_seqs", "num_blocks", "num_items", "head_stride"],
+    do_not_specialize_on_alignment=["query_starts", "key_starts", "first_seen", "sums"],
+)
+def _prompt(
+    q_wide, q_narrow, k_wide, k_narrow, v_desc, query_starts, key_starts, first_seen, out, sums,
+    scale, head_stride, num_seqs, num_blocks, num_items,
+    NUM_HEADS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_wide.dtype
+    # Places, of each whether it is full, and whether those that read it are done.
+    queries = (
+        gl.allocate_shared_memory(dtype, [2, HALF, WIDE], q_wide.layout),
+        _barriers(2, 1), _barriers(2, 1),
+        gl.allocate_shared_memory(dtype, [2, HALF, NARROW], q_narrow.layout),
+    )  # fmt: skip
+    keys = (
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, WIDE], k_wide.layout),
+        _barriers(STAGES, 1), _barriers(STAGES, 2),
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, NARROW], k_narrow.layout),
+    )  # fmt: skip
+    values = (
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, WIDE], v_desc.layout),
+        _barriers(STAGES, 1), _barriers(STAGES, 2),
+    )  # fmt: skip
+    turns = _barriers(2, 1)
+    fence_async_shared()
+    work = (query_starts, key_starts, first_seen, num_seqs, num_blocks)
+    gl.warp_specialize(
+        [
+            (_compute, (
+                queries, keys, values, turns, work, out, sums, scale, num_items, 0, NUM_HEADS,
+            )),
+            (_compute, (
+                queries, keys, values, turns, work, out, sums, scale, num_items, 1, NUM_HEADS,
+            )),
+            (_copy_keys, (
+                (q_wide, q_narrow), (k_wide, k_narrow), queries, keys, work, num_items, NUM_HEADS,
+            )),
+            (_copy_values, (v_desc, values, work, head_stride, num_items, NUM_HEADS)),
+        ],
+        [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
+
+
+def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
+    """Whether this kernel takes such queries, keys and values, and is worth its large blocks:
+    bfloat16, DeepSeek's dimensions, and prompts that are not short."""
+    return (
+        is_hopper(q.device)
+        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and (q.shape[2], v.shape[2]) == (KEY_DIM, VALUE_DIM)
+        and q.is_contiguous()
+        and k.is_contiguous()
+        and v.stride(2) == 1
+        and v.stride(0) % 8 == v.stride(1) % 8 == 0
+        and piece.max_queries >= FEWEST
+        and k.shape[0] > 0
+    )
+
+
+def attend_piece(
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+) -> tuple[Tensor, Tensor]:
+    """What queries make of a piece of keys and values, and logarithms of the sums of
+    exponentials."""
+    num_tokens, num_heads, _ = q.shape
+    out = torch.empty(num_tokens, num_heads, VALUE_DIM, dtype=q.dtype, device=q.device)
+    sums = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
+    num_seqs = piece.first_seen.shape[0]
+    num_blocks = -(-piece.max_queries // BLOCK_Q)
+    num_items = num_heads * num_seqs * num_blocks
+    # Launched plainly: it begins when the kernel before it is done.
+    _prompt[(min(num_items, _num_multiprocessors(q.device)),)](
+        *descriptors(q, k, v), piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
+        scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items, NUM_HEADS=num_heads,
+        num_warps=4,
+    )  # fmt: skip
+    return out, sums
+
+
+def descriptors(q: Tensor, k: Tensor, v: Tensor) -> list[object]:
+    """What the copy engine is told of queries, keys and values: rows of all heads' numbers, and
+    boxes of one head's."""
+    width = q.shape[1] * KEY_DIM
+    found: list[object] = [
+        _describe(tensor, tensor.shape[0], width, width, (rows, columns))
+        for tensor, rows in ((q, HALF.value), (k, TOKENS.value))
+        for columns in (WIDE.value, NARROW.value)
+    ]
+    v_width = (v.shape[1] - 1) * v.stride(1) + VALUE_DIM
+    box = (TOKENS.value, VALUE_DIM)
+    return [*found, _describe(v, v.shape[0], v_width, v.stride(0), box)]
+
+
+def _describe(
+    base: Tensor, num_rows: int, width: int, stride: int, box: tuple[int, ...]
+) -> TensorDescriptor:
+    return TensorDescriptor(base, [num_rows, width], [stride, 1], list(box), _layout(box))
+
+
+@lru_cache(maxsize=32)
+def _layout(box: tuple[int, ...]) -> object:
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16)

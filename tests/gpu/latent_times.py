@@ -15,12 +15,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from manyroots.kernels.latent import triton_decode, triton_hopper
+from manyroots.kernels.latent import (
+    torch_ops,
+    triton_decode,
+    triton_hopper,
+    triton_hopper_prompt,
+    triton_prompt,
+)
+from manyroots.kernels.latent.inputs import KeyPiece
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
@@ -145,6 +153,55 @@ class Case:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PromptCase:
+    """Prompts of 192 and 128 numbers a head, with nothing before them."""
+
+    name: str
+    way: Callable[..., Any]
+    rows: str
+    heads: int
+    timed: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.name:18} {self.heads:4} heads {self.rows:>9} prompt  "
+
+    def _make(self) -> tuple[tuple[Any, ...], int]:
+        lens = ROWS[self.rows]
+        torch.manual_seed(len(lens) + self.heads)
+        total = sum(lens)
+        q, k = (
+            torch.randn(total, self.heads, 192, dtype=torch.bfloat16, device=GPU) for _ in range(2)
+        )
+        v = torch.randn(total, self.heads, 256, dtype=torch.bfloat16, device=GPU)[..., 128:]
+        starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=GPU)
+        seen = torch.zeros(len(lens), dtype=torch.int32, device=GPU)
+        piece = KeyPiece(starts, starts, seen, max(lens), max(lens))
+        return (q, k, v, piece, SCALE), sum(n * (n + 1) // 2 for n in lens)
+
+    def check(self) -> str:
+        arguments, _ = self._make()
+        q, k, v, piece, _ = arguments
+        attend = self.way()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        out, sums = attend(*arguments)
+        torch.use_deterministic_algorithms(False)
+        right_out, right_sums = torch_ops.attend_piece(
+            q.float(), k.float(), v.float(), piece, SCALE
+        )
+        errors = off(out, right_out), off(sums, right_sums)
+        assert max(errors) < ALLOWED, f"off {errors}"
+        assert torch.equal(out, attend(*arguments)[0]), "another result for the same numbers"
+        return f"off {errors[0]:.1e} {errors[1]:.1e}"
+
+    def time(self) -> str:
+        arguments, num_pairs = self._make()
+        us, least, most = microseconds([partial(self.way(), *arguments)] * 3)
+        flops = 2 * num_pairs * self.heads * (192 + 128)
+        return f"{us:8.1f} us ({least:.1f} to {most:.1f})  {flops / us / 1e6:24.1f} TFLOP/s"
+
+
 class Without:
     """A kernel that is left out."""
 
@@ -164,6 +221,10 @@ ROWS = {
     "64x4096": [4096] * 64,
     "64x100+": _drawn(64, 100, 8000),
     "8x2048": [2048] * 8,
+    "some": [300, 1, 700, 128, 129, 64],
+    "1x4096": [4096],
+    "1x8192": [8192],
+    "8x1024": [1024] * 8,
     "256x500": [500] * 256,
 }
 
@@ -180,8 +241,17 @@ def _plain() -> Callable[..., Tensor]:
     return triton_decode.latent_decode
 
 
-def cases() -> list[Case]:
-    found = [
+def _hopper_prompt() -> Callable[..., Any]:
+    return triton_hopper_prompt.attend_piece
+
+
+def _plain_prompt() -> Callable[..., Any]:
+    triton_hopper_prompt.is_for = lambda *_: False
+    return triton_prompt.attend_piece
+
+
+def cases() -> list[Case | PromptCase]:
+    found: list[Case | PromptCase] = [
         Case("hopper", _hopper, "ragged", heads, page, timed=False)
         for heads in (16, 20, 128, 40)
         for page in ((16, 64, 128) if heads in (16, 128) else (16,))
@@ -197,6 +267,10 @@ def cases() -> list[Case]:
     found.append(Case("hopper, 4 warps", partial(_hopper, warps=4), "64x4096", 16))
     found += [Case("plain", _plain, rows, 16) for rows in ("64x4096", "8x2048")]
     found.append(Case("plain", _plain, "64x4096", 128))
+    found.append(PromptCase("hopper", _hopper_prompt, "some", 3, timed=False))
+    for rows in ("1x4096", "1x8192", "8x1024"):
+        found.append(PromptCase("hopper", _hopper_prompt, rows, 16))
+    found.append(PromptCase("plain", _plain_prompt, "1x4096", 16))
     return found
 
 
@@ -229,8 +303,13 @@ def main() -> int:
         if case.timed and good:
             is_for, merge = triton_hopper.is_for, triton_hopper._merge
             print(f"{case.label}  {case.time()}", flush=True)
-            triton_hopper.is_for, triton_hopper._merge = is_for, merge
-            if case.rows == "64x4096" and case.name == "hopper" and case.heads in (16, 128):
+            triton_hopper.is_for = is_for
+            if (
+                isinstance(case, Case)
+                and case.rows == "64x4096"
+                and case.name == "hopper"
+                and case.heads in (16, 128)
+            ):
                 alone = replace(case, name="  not merged", way=partial(_hopper, merges=False))
                 print(f"{alone.label}  {alone.time()}", flush=True)
                 triton_hopper._merge = merge

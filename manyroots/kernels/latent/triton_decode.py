@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.latent import triton_hopper
+from manyroots.kernels.latent.triton_rows import numbers_of
 from manyroots.kernels.launch import counters, launch_options, let_next_begin, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
@@ -131,13 +132,6 @@ def _decode(
                 best = higher
             acc = acc / total[:, None]
             tl.store(out + row_head[:, None] * LATENT + d[None, :], acc, mask=is_out)
-
-
-def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
-    """A page's numbers and its scales as tensors of their own, and where a row's scales begin."""
-    if pages.dtype is not torch.uint8:
-        return pages, pages, 0
-    return pages.view(torch.float8_e4m3fn), pages.view(torch.float32), pages.shape[2] // 4 - 4
 
 
 def latent_decode(

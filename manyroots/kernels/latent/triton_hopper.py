@@ -212,12 +212,8 @@ def _take_in_few(
         _clear_after(left, first, length, WARPS)
         _clear_after(right, first, length, WARPS)
     factor = gl.convert_layout(shrink, gl.SliceLayout(0, o_layout))[None, :]
-    acc_left = warpgroup_mma(
-        left.permute((1, 0)), weights_at, acc_left * factor, is_async=True
-    )
-    acc_right = warpgroup_mma(
-        right.permute((1, 0)), weights_at, acc_right * factor, is_async=True
-    )
+    acc_left = warpgroup_mma(left.permute((1, 0)), weights_at, acc_left * factor, is_async=True)
+    acc_right = warpgroup_mma(right.permute((1, 0)), weights_at, acc_right * factor, is_async=True)
     return higher, totals, acc_left, acc_right
 
 
@@ -280,9 +276,7 @@ def _attend_few(
                 gl.store(partial + to, acc_left * factor, mask=ok)
                 gl.store(partial + to + HALF, acc_right * factor, mask=ok)
                 g = gl.arange(0, HEADS, gl.SliceLayout(0, s_layout))
-                gl.store(
-                    sums + slot * num_heads + g, best + gl.log2(total), mask=g < num_heads
-                )
+                gl.store(sums + slot * num_heads + g, best + gl.log2(total), mask=g < num_heads)
             asked += 1
             at += count
         num_left -= count
@@ -385,9 +379,7 @@ def _attend_many(
                 slot = gl.where(unit == 0, num_parts + part, part)
                 gl.store(partial + slot * num_heads * (2 * HALF) + to, acc * factor, mask=ok)
                 g = first_head + gl.arange(0, MANY, gl.SliceLayout(1, s_layout))
-                gl.store(
-                    sums + slot * num_heads + g, best + gl.log2(total), mask=g < num_heads
-                )
+                gl.store(sums + slot * num_heads + g, best + gl.log2(total), mask=g < num_heads)
             asked += 1
             at += count
             swaps += count + 1
@@ -483,9 +475,7 @@ def _many(
     first_head = gl.program_id(0) % BLOCKS * MANY
     plan = _plan(lengths, num_rows, part, num_parts, ROWS, 2 * TOKENS, 4)
     queries, ring = _places((q_half, q_rope), MANY, 2)
-    tops = gl.allocate_shared_memory(
-        gl.float32, [4, MANY], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )
+    tops = gl.allocate_shared_memory(gl.float32, [4, MANY], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tops_ready, weights_ready = _barriers(2, 1), _barriers(2, 1)
     fence_async_shared()
     if DEPENDENT:

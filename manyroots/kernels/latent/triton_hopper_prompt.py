@@ -148,9 +148,7 @@ def _step(
 ):  # fmt: skip
     """The scores and weights of tile `at`, and the values of the one before."""
     before = (at - 1) % STAGES
-    weights = gl.convert_layout(
-        weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2)
-    )
+    weights = gl.convert_layout(weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
     scores = _score(at, queries, keys, turns, half, s_layout)
     mbarrier.wait(values[1].index(before), (at - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values[0].index(before), acc, is_async=True)
@@ -195,9 +193,7 @@ def _attend(
         mbarrier.arrive(keys[2].index(stage))
         mbarrier.wait(values[1].index(stage), phase)
         if num_tiles * TOKENS > num_keys:
-            _clear_behind(
-                values[0].index(stage), (num_tiles - 1) * TOKENS, num_keys, WIDE, TOKENS
-            )
+            _clear_behind(values[0].index(stage), (num_tiles - 1) * TOKENS, num_keys, WIDE, TOKENS)
         weights, best, total, _shrink = _weigh(
             scores, position, num_tiles - 1, best, total, scale, TOKENS, True, s_layout
         )

@@ -1,0 +1,191 @@
+"""The absorbed products of latent attention in Triton: a head's rows times its part of `kv_b_proj`.
+
+Same signatures as `reference.py`. A program has a tile of one head's weights, which it asks for
+before the rows are there. What adapters add is a launch of its own, in factored form: a program has
+one token and head, for which two small products suffice.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.latent.inputs import LatentAdapters
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+
+LEAST = 16
+"""Of each dimension of a matrix instruction."""
+PROGRAMS = 128
+"""At least so many where a head's tiles can be made small enough."""
+RANKS = 16
+"""That a program expands at once."""
+
+
+@triton.jit
+def _by_head(
+    x, weight, out, num_rows, x_row, x_head, w_head, w_k, w_n, out_row, out_head,
+    K_SIZE: tl.constexpr, N_SIZE: tl.constexpr, REST: tl.constexpr, REST_POW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head's product; the first also copies the REST numbers after the rows' first
+    K_SIZE."""
+    let_next_begin(DEPENDENT)
+    head = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = (m < num_rows)[:, None]
+    weight_at = weight + head * w_head + k[:, None] * w_k + n[None, :] * w_n
+    is_column = (n < N_SIZE)[None, :]
+    # Weights are constants of the step: the first are asked for before the rows are there.
+    tile = tl.load(weight_at, mask=(k < K_SIZE)[:, None] & is_column, other=0.0)
+    wait_for_inputs(DEPENDENT)
+    row_at = x + m.to(tl.int64)[:, None] * x_row + head * x_head
+    rows = tl.load(row_at + k[None, :], mask=is_row & (k < K_SIZE)[None, :], other=0.0)
+    acc = tl.dot(rows, tile, input_precision="ieee")
+    for first in range(BLOCK_K, K_SIZE, BLOCK_K):
+        is_inner = first + k < K_SIZE
+        tile = tl.load(weight_at + first * w_k, mask=is_inner[:, None] & is_column, other=0.0)
+        rows = tl.load(row_at + first + k[None, :], mask=is_row & is_inner[None, :], other=0.0)
+        acc = tl.dot(rows, tile, acc, input_precision="ieee")
+    to = out + m.to(tl.int64)[:, None] * out_row + head * out_head
+    tl.store(to + n[None, :], acc, mask=is_row & is_column)
+    if REST:
+        if tl.program_id(0) == 0:
+            d = tl.arange(0, REST_POW)
+            is_rest = is_row & (d < REST)[None, :]
+            rest = tl.load(row_at + K_SIZE + d[None, :], mask=is_rest, other=0.0)
+            tl.store(to + N_SIZE + d[None, :], rest, mask=is_rest)
+
+
+@triton.jit
+def _add_absorbed(
+    q, out, pool, table, scalings, slots, q_row, q_head,
+    NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    NOPE_POW: tl.constexpr, LATENT_POW: tl.constexpr, RANKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A head's query of a token times its rows of B, then times A."""
+    let_next_begin(DEPENDENT)
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
+    wait_for_inputs(DEPENDENT)
+    if rank == 0:
+        return
+    a_all = pool + tl.load(table + slot * 5)
+    b_all = pool + tl.load(table + slot * 5 + 4) + head * SIZE * rank
+    scaling = tl.load(scalings + slot)
+    n, d = tl.arange(0, NOPE_POW), tl.arange(0, LATENT_POW)
+    query = tl.load(q + token * q_row + head * q_head + n, mask=n < NOPE, other=0.0).to(tl.float32)
+    added = tl.zeros((LATENT_POW,), tl.float32)
+    for first in range(0, rank, RANKS):
+        r = first + tl.arange(0, RANKS)
+        is_b = (n < NOPE)[:, None] & (r < rank)[None, :]
+        b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
+        shrunk = tl.sum(query[:, None] * b.to(tl.float32), axis=0) * scaling
+        is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
+        a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
+        added += tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
+    to = out + (token * tl.num_programs(0) + head) * (LATENT + ROPE) + d
+    base = tl.load(to, mask=d < LATENT, other=0.0).to(tl.float32)
+    tl.store(to, base + added, mask=d < LATENT)
+
+
+@triton.jit
+def _add_expanded(
+    attended, out, pool, table, scalings, slots, x_row, x_head,
+    NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, VALUE_POW: tl.constexpr,
+    LATENT_POW: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A head's attended latents of a token times A, then times its rows of B."""
+    let_next_begin(DEPENDENT)
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + token)
+    rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
+    wait_for_inputs(DEPENDENT)
+    if rank == 0:
+        return
+    a_all = pool + tl.load(table + slot * 5)
+    b_all = pool + tl.load(table + slot * 5 + 4) + (head * SIZE + NOPE) * rank
+    scaling = tl.load(scalings + slot)
+    n, d = tl.arange(0, VALUE_POW), tl.arange(0, LATENT_POW)
+    x = tl.load(attended + token * x_row + head * x_head + d, mask=d < LATENT, other=0.0)
+    x = x.to(tl.float32)
+    is_value = n < SIZE - NOPE
+    added = tl.zeros((VALUE_POW,), tl.float32)
+    for first in range(0, rank, RANKS):
+        r = first + tl.arange(0, RANKS)
+        is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
+        a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
+        shrunk = tl.sum(a.to(tl.float32) * x[None, :], axis=1) * scaling
+        is_b = is_value[:, None] & (r < rank)[None, :]
+        b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
+        added += tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
+    to = out + (token * tl.num_programs(0) + head) * (SIZE - NOPE) + n
+    base = tl.load(to, mask=is_value, other=0.0).to(tl.float32)
+    tl.store(to, base + added, mask=is_value)
+
+
+def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
+    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
+    `kv_b_proj` as weight [heads, nope + v, latent]."""
+    num_tokens, heads, size = q.shape
+    latent = weight.shape[2]
+    rope = size - nope
+    out = torch.empty(num_tokens, heads, latent + rope, dtype=q.dtype, device=q.device)
+    strides = (weight.stride(0), weight.stride(1), weight.stride(2))
+    _multiply(q, weight, out, strides, (nope, latent), rope)
+    if adapters is not None:
+        site = adapters.site
+        _add_absorbed[(heads, num_tokens)](
+            q, out, site.pool, site.table, site.scalings, adapters.rows.slots, *q.stride()[:2],
+            NOPE=nope, SIZE=weight.shape[1], LATENT=latent, ROPE=rope, NOPE_POW=_pow(nope),
+            LATENT_POW=_pow(latent), RANKS=RANKS, **launch_options(q.device),
+        )  # fmt: skip
+    return out
+
+
+def expand_values(
+    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+) -> Tensor:
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    num_tokens, heads, latent = attended.shape
+    size = weight.shape[1]
+    out = torch.empty(num_tokens, heads, size - nope, dtype=attended.dtype, device=attended.device)
+    strides = (weight.stride(0), weight.stride(2), weight.stride(1))
+    _multiply(attended, weight[:, nope:], out, strides, (latent, size - nope), 0)
+    if adapters is not None:
+        site = adapters.site
+        _add_expanded[(heads, num_tokens)](
+            attended, out, site.pool, site.table, site.scalings, adapters.rows.slots,
+            *attended.stride()[:2], NOPE=nope, SIZE=size, LATENT=latent,
+            VALUE_POW=_pow(size - nope), LATENT_POW=_pow(latent), RANKS=RANKS,
+            **launch_options(attended.device),
+        )  # fmt: skip
+    return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, out: Tensor, strides: tuple[int, int, int], sizes: tuple[int, int],
+    rest: int,
+) -> None:  # fmt: skip
+    """`strides`: of a weight's heads, inner dimension and columns."""
+    num_rows, heads, _ = x.shape
+    k_size, n_size = sizes
+    block_n = max(LEAST, min(128, _pow(n_size)))
+    while block_n > LEAST and heads * -(-n_size // block_n) < PROGRAMS:
+        block_n //= 2
+    block_m = max(LEAST, min(64, _pow(num_rows)))
+    _by_head[(-(-n_size // block_n), heads, -(-num_rows // block_m))](
+        x, weight, out, num_rows, *x.stride()[:2], *strides, *out.stride()[:2], K_SIZE=k_size,
+        N_SIZE=n_size, REST=rest, REST_POW=_pow(rest), BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=max(LEAST, min(128, _pow(k_size))), num_warps=4, num_stages=3,
+        **launch_options(x.device),
+    )  # fmt: skip
+
+
+def _pow(size: int) -> int:
+    return triton.next_power_of_2(max(1, size))

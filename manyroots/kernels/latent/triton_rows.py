@@ -1,0 +1,210 @@
+"""A token's row of latents in Triton: normalised, rotated and written to its page, and read again.
+
+Same signatures as `reference.py`. One launch does all that lies between the two products of a layer
+and attention: a program has a token's latent, or some heads of its query.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels import scaled
+from manyroots.kernels.latent.inputs import LatentNorm
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
+
+LARGEST = tl.constexpr(scaled.LARGEST)
+HEADS = 8
+"""Of a query, for each program."""
+READ = 8
+"""Rows of a program that reads."""
+
+
+def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
+    """A page's numbers and its scales as tensors of their own, and where a row's scales begin."""
+    if pages.dtype is not torch.uint8:
+        return pages, pages, 0
+    return pages.view(torch.float8_e4m3fn), pages.view(torch.float32), pages.shape[2] // 4 - 4
+
+
+@triton.jit
+def _rotated(
+    source, d, is_number, cos, sin, token, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """Both halves of the rotated numbers at `source` (some rows of pointers)."""
+    if INTERLEAVED:
+        first, second = 2 * d, 2 * d + 1
+    else:
+        first, second = d, d + PAIRS
+    a = tl.load(source[:, None] + first[None, :], mask=is_number, other=0.0).to(tl.float32)
+    b = tl.load(source[:, None] + second[None, :], mask=is_number, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * PAIRS + d, mask=d < PAIRS, other=0.0)[None, :]
+    s = tl.load(sin + token * PAIRS + d, mask=d < PAIRS, other=0.0)[None, :]
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def _scale_for(largest, LARGEST: tl.constexpr):
+    return tl.maximum(largest, 1e-12) / LARGEST
+
+
+@triton.jit
+def _as_fp8(x, scale, LARGEST: tl.constexpr):
+    return tl.clamp(x / scale, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _write(
+    kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_row, page_stride,
+    token_stride, scale_start,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """A token's row into its page."""
+    page = tl.load(page_of + token).to(tl.int64)
+    if page < 0:
+        return
+    at = page * page_stride + tl.load(offset_of + token).to(tl.int64) * token_stride
+    source = kv + token.to(tl.int64) * kv_row
+    d = tl.arange(0, LATENT_POW)
+    x = tl.load(source + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    w = tl.load(weight + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * w
+    if IS_FP8:
+        scale = _scale_for(tl.max(tl.abs(x), axis=0), LARGEST)
+        tl.store(scales + at // 4 + scale_start, scale)
+        x = _as_fp8(x, scale, LARGEST)
+    tl.store(pages + at + d, x.to(pages.dtype.element_ty), mask=d < LATENT)
+    to = pages + at + LATENT
+    if PAIRS:
+        e = tl.arange(0, PAIRS_POW)
+        begin = tl.arange(0, 1) + LATENT
+        a, b = _rotated(
+            source + begin, e, (e < PAIRS)[None, :], cos, sin, token, PAIRS, INTERLEAVED
+        )
+        if IS_FP8:
+            scale = _scale_for(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), LARGEST)
+            tl.store(scales + at // 4 + scale_start + 1, scale)
+            a, b = _as_fp8(a, scale, LARGEST), _as_fp8(b, scale, LARGEST)
+        is_pair = (e < PAIRS)[None, :]
+        tl.store(to + e[None, :], a.to(pages.dtype.element_ty), mask=is_pair)
+        tl.store(to + PAIRS + e[None, :], b.to(pages.dtype.element_ty), mask=is_pair)
+    elif ROPE:
+        f = tl.arange(0, ROPE_POW)
+        y = tl.load(source + LATENT + f, mask=f < ROPE, other=0.0).to(tl.float32)
+        if IS_FP8:
+            scale = _scale_for(tl.max(tl.abs(y), axis=0), LARGEST)
+            tl.store(scales + at // 4 + scale_start + 1, scale)
+            y = _as_fp8(y, scale, LARGEST)
+        tl.store(to + f, y.to(pages.dtype.element_ty), mask=f < ROPE)
+
+
+@triton.jit
+def _rope_write(
+    q, kv, cos, sin, weight, pages, scales, page_of, offset_of, out, eps, q_row, q_head, kv_row,
+    page_stride, token_stride, scale_start,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    PLAIN: tl.constexpr, PLAIN_POW: tl.constexpr, LATENT_POW: tl.constexpr,
+    ROPE_POW: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(1)
+    if tl.program_id(0) == 0:
+        _write(
+            kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_row,
+            page_stride, token_stride, scale_start, LATENT, ROPE, LATENT_POW, ROPE_POW, PAIRS,
+            PAIRS_POW, INTERLEAVED, IS_FP8,
+        )  # fmt: skip
+    else:
+        head = (tl.program_id(0) - 1) * HEADS + tl.arange(0, HEADS)
+        is_head = (head < NUM_HEADS)[:, None]
+        source = q + token.to(tl.int64) * q_row + head * q_head
+        to = out + (token.to(tl.int64) * NUM_HEADS + head) * (NOPE + ROPE)
+        d = tl.arange(0, PLAIN_POW)
+        is_plain = is_head & (d < PLAIN)[None, :]
+        x = tl.load(source[:, None] + d[None, :], mask=is_plain, other=0.0)
+        tl.store(to[:, None] + d[None, :], x, mask=is_plain)
+        if PAIRS:
+            e = tl.arange(0, PAIRS_POW)
+            is_pair = is_head & (e < PAIRS)[None, :]
+            a, b = _rotated(source + NOPE, e, is_pair, cos, sin, token, PAIRS, INTERLEAVED)
+            tl.store(to[:, None] + NOPE + e[None, :], a, mask=is_pair)
+            tl.store(to[:, None] + NOPE + PAIRS + e[None, :], b, mask=is_pair)
+
+
+def rope_write(
+    q: Tensor,
+    kv: Tensor,
+    angles: RopeTable,
+    norm: LatentNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
+    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
+    part rotated alike."""
+    num_tokens, heads, size = q.shape
+    latent = norm.weight.shape[0]
+    rope = kv.shape[1] - latent
+    pairs = angles.cos.shape[1]
+    out = torch.empty(num_tokens, heads, size, dtype=q.dtype, device=q.device)
+    numbers, scales, scale_start = numbers_of(pages)
+    plain = size - rope if pairs else size
+    _rope_write[(1 + -(-heads // HEADS), num_tokens)](
+        q, kv, angles.cos, angles.sin, norm.weight, numbers, scales, slot_mapping.pages,
+        slot_mapping.offsets, out, norm.eps, *q.stride()[:2], kv.stride(0), *pages.stride()[:2],
+        scale_start, NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
+        PLAIN_POW=_pow(plain), LATENT_POW=_pow(latent), ROPE_POW=_pow(rope), PAIRS=pairs,
+        PAIRS_POW=_pow(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,
+        IS_FP8=pages.dtype is torch.uint8, num_warps=2, **launch_options(q.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _read(
+    pages, scales, slots, out, num_rows, page_stride, token_stride, scale_start,
+    PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_POW: tl.constexpr,
+    ROWS: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok = row < num_rows
+    slot = tl.load(slots + row, mask=ok, other=0).to(tl.int64)
+    at = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * token_stride
+    d = tl.arange(0, WIDTH_POW)
+    is_number = ok[:, None] & (d < WIDTH)[None, :]
+    x = tl.load(pages + at[:, None] + d[None, :], mask=is_number, other=0.0)
+    if IS_FP8:
+        scale_at = at // 4 + scale_start
+        first = tl.load(scales + scale_at, mask=ok, other=0.0)[:, None]
+        second = tl.load(scales + scale_at + 1, mask=ok, other=0.0)[:, None]
+        x = x.to(tl.float32) * tl.where((d < LATENT)[None, :], first, second)
+    tl.store(out + row[:, None] * WIDTH + d[None, :], x.to(out.dtype.element_ty), mask=is_number)
+
+
+def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    width = latent + rope
+    out = torch.empty(slots.shape[0], width, dtype=dtype, device=pages.device)
+    if slots.shape[0] == 0:
+        return out
+    numbers, scales, scale_start = numbers_of(pages)
+    _read[(-(-slots.shape[0] // READ),)](
+        numbers, scales, slots, out, slots.shape[0], *pages.stride()[:2], scale_start,
+        PAGE_SIZE=pages.shape[1], LATENT=latent, WIDTH=width, WIDTH_POW=_pow(width), ROWS=READ,
+        IS_FP8=pages.dtype is torch.uint8, **launch_options(pages.device),
+    )  # fmt: skip
+    return out
+
+
+def _pow(size: int) -> int:
+    return triton.next_power_of_2(max(1, size))

@@ -179,10 +179,11 @@ def _multiply(
     while block_n > LEAST and heads * -(-n_size // block_n) < PROGRAMS:
         block_n //= 2
     block_m = max(LEAST, min(64, _pow(num_rows)))
+    most_k = 128 if x.element_size() == 2 else 32
     _by_head[(-(-n_size // block_n), heads, -(-num_rows // block_m))](
         x, weight, out, num_rows, *x.stride()[:2], *strides, *out.stride()[:2], K_SIZE=k_size,
         N_SIZE=n_size, REST=rest, REST_POW=_pow(rest), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=max(LEAST, min(128, _pow(k_size))), num_warps=4, num_stages=3,
+        BLOCK_K=max(LEAST, min(most_k, _pow(k_size))), num_warps=4, num_stages=3,
         **launch_options(x.device),
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.latent import triton_hopper
-from manyroots.kernels.latent.triton_rows import numbers_of
+from manyroots.kernels.latent.triton_rows import numbers_of, padded
 from manyroots.kernels.launch import counters, launch_options, let_next_begin, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
@@ -24,6 +24,8 @@ MOST_PARTS = 16
 """Of a row."""
 TOKENS = 32
 """Of a step of a program."""
+LEAST = 16
+"""Of each dimension of a matrix instruction."""
 
 
 @triton.jit
@@ -144,10 +146,10 @@ def latent_decode(
     queries = queries.contiguous()
     num_rows, heads, width = queries.shape
     device = queries.device
-    block = min(16 if queries.dtype == torch.float32 else 32, _pow(heads))
+    block = min(16 if queries.dtype == torch.float32 else 32, padded(heads, LEAST))
     blocks = -(-heads // block)
     # Enough parts to fill the chip about four times.
-    parts = min(MOST_PARTS, _pow(-(-4 * MULTIPROCESSORS // (num_rows * blocks)), 1))
+    parts = min(MOST_PARTS, padded(-(-4 * MULTIPROCESSORS // (num_rows * blocks))))
     out = torch.empty(num_rows, heads, latent, dtype=queries.dtype, device=device)
     # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
     partial = torch.empty(num_rows * heads * parts, latent, dtype=torch.float32, device=device)
@@ -156,15 +158,10 @@ def latent_decode(
     _decode[(parts, blocks, num_rows)](
         queries, numbers, scales, page_table, lengths, out, partial, sums, counters(device),
         scale * LOG2_E, page_table.stride(0), pages.stride(0), pages.stride(1), scale_start,
-        HEADS=heads, LATENT=latent, ROPE=width - latent, LATENT_POW=_pow(latent),
-        ROPE_POW=_pow(width - latent), PAGE_SIZE=pages.shape[1], BLOCK_H=block,
+        HEADS=heads, LATENT=latent, ROPE=width - latent, LATENT_POW=padded(latent, LEAST),
+        ROPE_POW=padded(width - latent, LEAST), PAGE_SIZE=pages.shape[1], BLOCK_H=block,
         BLOCK_T=16 if queries.dtype == torch.float32 else TOKENS, NUM_SPLITS=parts,
         IS_FP8=pages.dtype is torch.uint8, num_warps=4 if block <= 16 else 8, num_stages=2,
         **launch_options(device),
     )  # fmt: skip
     return out
-
-
-def _pow(size: int, least: int = 16) -> int:
-    """A power of two, and no less than a matrix instruction takes."""
-    return max(least, triton.next_power_of_2(max(1, size)))

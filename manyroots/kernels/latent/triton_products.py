@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.latent.inputs import LatentAdapters
+from manyroots.kernels.latent.triton_rows import padded
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 LEAST = 16
@@ -142,8 +143,8 @@ def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapter
         site = adapters.site
         _add_absorbed[(heads, num_tokens)](
             q, out, site.pool, site.table, site.scalings, adapters.rows.slots, *q.stride()[:2],
-            NOPE=nope, SIZE=weight.shape[1], LATENT=latent, ROPE=rope, NOPE_POW=_pow(nope),
-            LATENT_POW=_pow(latent), RANKS=RANKS, **launch_options(q.device),
+            NOPE=nope, SIZE=weight.shape[1], LATENT=latent, ROPE=rope, NOPE_POW=padded(nope),
+            LATENT_POW=padded(latent), RANKS=RANKS, **launch_options(q.device),
         )  # fmt: skip
     return out
 
@@ -162,7 +163,7 @@ def expand_values(
         _add_expanded[(heads, num_tokens)](
             attended, out, site.pool, site.table, site.scalings, adapters.rows.slots,
             *attended.stride()[:2], NOPE=nope, SIZE=size, LATENT=latent,
-            VALUE_POW=_pow(size - nope), LATENT_POW=_pow(latent), RANKS=RANKS,
+            VALUE_POW=padded(size - nope), LATENT_POW=padded(latent), RANKS=RANKS,
             **launch_options(attended.device),
         )  # fmt: skip
     return out
@@ -175,18 +176,14 @@ def _multiply(
     """`strides`: of a weight's heads, inner dimension and columns."""
     num_rows, heads, _ = x.shape
     k_size, n_size = sizes
-    block_n = max(LEAST, min(128, _pow(n_size)))
+    block_n = padded(min(128, n_size), LEAST)
     while block_n > LEAST and heads * -(-n_size // block_n) < PROGRAMS:
         block_n //= 2
-    block_m = max(LEAST, min(64, _pow(num_rows)))
+    block_m = padded(min(64, num_rows), LEAST)
     most_k = 128 if x.element_size() == 2 else 32
     _by_head[(-(-n_size // block_n), heads, -(-num_rows // block_m))](
         x, weight, out, num_rows, *x.stride()[:2], *strides, *out.stride()[:2], K_SIZE=k_size,
-        N_SIZE=n_size, REST=rest, REST_POW=_pow(rest), BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_K=max(LEAST, min(most_k, _pow(k_size))), num_warps=4, num_stages=3,
+        N_SIZE=n_size, REST=rest, REST_POW=padded(rest), BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_K=padded(min(most_k, k_size), LEAST), num_warps=4, num_stages=3,
         **launch_options(x.device),
     )  # fmt: skip
-
-
-def _pow(size: int) -> int:
-    return triton.next_power_of_2(max(1, size))

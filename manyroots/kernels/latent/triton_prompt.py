@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manyroots.kernels.latent import triton_hopper_prompt
 from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.triton_rows import padded
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
@@ -139,8 +140,8 @@ def attend_piece(
         q, k, v, piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
         scale * LOG2_E, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], NUM_HEADS=heads,
         KEY_DIM=key_dim, VALUE_DIM=value_dim, WIDE=max(LEAST, wide),
-        NARROW=max(LEAST, triton.next_power_of_2(key_dim - wide)),
-        VALUE_POW=max(LEAST, triton.next_power_of_2(value_dim)), BLOCK_Q=block_q,
+        NARROW=padded(key_dim - wide, LEAST),
+        VALUE_POW=padded(value_dim, LEAST), BLOCK_Q=block_q,
         BLOCK_T=64 if is_small else 16, num_warps=4, num_stages=2, **launch_options(q.device),
     )  # fmt: skip
     return out, sums
@@ -178,6 +179,6 @@ def merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple
     size, num_rows = out.shape[2], sums.numel()
     _merge[(-(-num_rows // MERGED),)](
         out, sums, other, other_sums, merged, merged_sums, num_rows, SIZE=size,
-        SIZE_POW=triton.next_power_of_2(size), ROWS=MERGED, **launch_options(out.device),
+        SIZE_POW=padded(size), ROWS=MERGED, **launch_options(out.device),
     )  # fmt: skip
     return merged, merged_sums

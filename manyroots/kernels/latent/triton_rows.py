@@ -23,6 +23,11 @@ READ = 8
 """Rows of a program that reads."""
 
 
+def padded(size: int, least: int = 1) -> int:
+    """The next power of two: tiles have such sizes."""
+    return 1 << (max(size, least) - 1).bit_length()
+
+
 def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
     """A page's numbers and its scales as tensors of their own, and where a row's scales begin."""
     if pages.dtype is not torch.uint8:
@@ -161,8 +166,8 @@ def rope_write(
         q, kv, angles.cos, angles.sin, norm.weight, numbers, scales, slot_mapping.pages,
         slot_mapping.offsets, out, norm.eps, *q.stride()[:2], kv.stride(0), *pages.stride()[:2],
         scale_start, NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
-        PLAIN_POW=_pow(plain), LATENT_POW=_pow(latent), ROPE_POW=_pow(rope), PAIRS=pairs,
-        PAIRS_POW=_pow(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,
+        PLAIN_POW=padded(plain), LATENT_POW=padded(latent), ROPE_POW=padded(rope), PAIRS=pairs,
+        PAIRS_POW=padded(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,
         IS_FP8=pages.dtype is torch.uint8, num_warps=2, **launch_options(q.device),
     )  # fmt: skip
     return out
@@ -200,11 +205,7 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
     numbers, scales, scale_start = numbers_of(pages)
     _read[(-(-slots.shape[0] // READ),)](
         numbers, scales, slots, out, slots.shape[0], *pages.stride()[:2], scale_start,
-        PAGE_SIZE=pages.shape[1], LATENT=latent, WIDTH=width, WIDTH_POW=_pow(width), ROWS=READ,
+        PAGE_SIZE=pages.shape[1], LATENT=latent, WIDTH=width, WIDTH_POW=padded(width), ROWS=READ,
         IS_FP8=pages.dtype is torch.uint8, **launch_options(pages.device),
     )  # fmt: skip
     return out
-
-
-def _pow(size: int) -> int:
-    return triton.next_power_of_2(max(1, size))

@@ -97,7 +97,7 @@ def test_f07_latents_are_normalised_rotated_written_and_read(
     tokens, heads, page = 5, 9, 4
     q = randn(tokens, heads, NOPE + ROPE, dtype=dtype)
     kv = randn(tokens, 5 + LATENT + ROPE, dtype=dtype, seed=1)[:, 5:]
-    table = RopeTable.at(torch.arange(3, 3 + tokens), torch.rand(pairs) + 0.1, 1.3)
+    table = RopeTable.at(torch.arange(3, 3 + tokens), torch.linspace(0.1, 1.1, pairs), 1.3)
     angles = RopeTable(table.cos.to(DEVICE), table.sin.to(DEVICE))
     norm = LatentNorm(randn(LATENT, dtype=dtype, seed=2), 1e-5)
     mapping = SlotMapping(int32(2, 0, -1, 1, 1), int32(3, 0, 0, 1, 2))

@@ -30,6 +30,28 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class KeepRange:
+    """Keep a prompt up to a token."""
+
+    until_token: int
+    priority: int
+    """0 to 100; the higher, the longer it stays where marks compete."""
+    for_s: float
+    """Counted from the end of the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What a request asks the cache to keep (T13)."""
+
+    ranges: tuple[KeepRange, ...]
+    tenant: str | None
+    """Whose share of the memory the marks count against; None is everything without a key."""
+    share: float
+    """Of the pool: what all marks of the tenant may cover."""
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """One sequence to generate. A request for n completions is n of these."""
 
@@ -51,6 +73,7 @@ class Submit:
     max_tokens: int | None = None
     """Most tokens of the output where the sampling leaves it open, or says more than is left of
     the context. Here, so that all sequences of a request share one `sampling`."""
+    retention: Retention | None = None
 
 
 @dataclass(frozen=True, slots=True)

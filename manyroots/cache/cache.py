@@ -40,6 +40,7 @@ from manyroots.cache.planes import CacheLayout, Units
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.cache.prefetch import Prefetcher, Share, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.retention import Marks
 from manyroots.cache.sole import SoleGrowth, SoleHolder, SolePublisher
 from manyroots.cache.states import States
 from manyroots.cache.storage_health import StorageHealth
@@ -86,6 +87,7 @@ class PrefixCache:
         self.evictors = [
             Evictor(self.index, plane, self.forks, self.next_turns) for plane in layout.planes
         ]
+        self.marks = Marks(layout, self.index.tree, self.evictors)
         self.transfers = UnitTransfers(self.index)
         kinds = SOLE if layout.is_sole else ANY
         self.publisher = kinds.publisher(
@@ -321,6 +323,8 @@ class PrefixCache:
         del self.open_leases[lease.serial]
         if lease.checkpoints:
             self._end_checkpoints(lease, ending)
+        if lease.retention is not None and self._policies.reuse:
+            self.marks.keep(lease, lease.retention)
         self._holder.give_back(lease)
         for plane_index, duplicates in lease.duplicates:
             self.index.pools[plane_index].drop(duplicates)
@@ -346,6 +350,10 @@ class PrefixCache:
             else:
                 self._holder.drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints = ()
+
+    def pass_time(self, now_s: float) -> None:
+        """End the marks whose time is over (T13)."""
+        self.marks.pass_time(now_s)
 
     # Tiers
 

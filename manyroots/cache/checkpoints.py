@@ -1,9 +1,10 @@
 """Where a recurrent state is saved: at boundaries where reuse will happen (H12, C05).
 
-Of a prompt every `interval` pages, where others part from it, and at its last boundary that can be
-resumed from at all: a token is always left to compute. Not where too little would be saved beside
-what was found or saved before (`least_saved`): a state may take as much memory as thousands of
-tokens. After the prompt the two newest states are kept, in two units that take turns. The older one
+Of a prompt every `interval` pages, where others part from it, where its request marked it
+(`retention.py`), and at its last boundary that can be resumed from at all: a token is always left
+to compute. Not where too little would be saved beside what was found or saved before
+(`least_saved`): a state may take as much memory as thousands of tokens. A mark is taken at its
+word. After the prompt the two newest states are kept, in two units that take turns. The older one
 is for an answer that was cut within its last page: a stop string is found late.
 """
 
@@ -23,6 +24,7 @@ def next_stop(family: Family, lease: Lease, num_computed: int, page_size: int) -
         return None
     stops = [(page // family.interval + 1) * family.interval, last, lease.junction]
     wanted = [stop for stop in stops if page < stop <= last and _saves(family, lease, stop)]
+    wanted += [stop for stop in _marked(lease, page_size) if page < stop <= last]
     return min(wanted) * page_size if wanted else None
 
 
@@ -32,6 +34,8 @@ def is_due(family: Family, lease: Lease, num_tokens: int, page_size: int) -> boo
     if num_tokens == 0 or num_tokens % page_size:
         return False
     page, last = num_tokens // page_size, _last(lease, page_size)
+    if lease.num_saved_pages < page <= last and page in _marked(lease, page_size):
+        return True
     if not _saves(family, lease, page):
         return False
     if num_tokens > lease.num_prompt_tokens:
@@ -42,6 +46,13 @@ def is_due(family: Family, lease: Lease, num_tokens: int, page_size: int) -> boo
 
 def _last(lease: Lease, page_size: int) -> int:
     return (lease.num_prompt_tokens - 1) // page_size
+
+
+def _marked(lease: Lease, page_size: int) -> list[int]:
+    """Boundaries at which the request asked for a prefix to be kept."""
+    if lease.retention is None:
+        return []
+    return [each.until_token // page_size for each in lease.retention.ranges]
 
 
 def _saves(family: RecurrentState, lease: Lease, page: int) -> bool:

@@ -11,6 +11,8 @@ the end of a talk (`next_turns.py`) or a fork. The rest of its pages, most of a 
 from another where none has yet, and from then on that is a fork. And going on at the end of a talk
 is no use of the places that the talk has passed.
 
+Nodes that a request has marked (`retention.py`) go last, when the weakest mark is ended for them.
+
 Nodes that are forks (`fork_share.py`) have a queue of their own. While it holds no more pages than
 their share of the pool, others go first; what exceeds it goes by its last use like everything else.
 O(log n) per node taken.
@@ -19,7 +21,7 @@ O(log n) per node taken.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 import numpy as np
@@ -28,7 +30,7 @@ from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
 from manyroots.cache.next_turns import NEAR, NextTurns
 from manyroots.cache.planes import ABSENT, Plane, Units
-from manyroots.cache.tree import TOKEN_BYTES, Indices, Node
+from manyroots.cache.tree import TOKEN_BYTES, Indices, Mark, Node
 from manyroots.ids import Tier
 from manyroots.step import Bools
 
@@ -61,6 +63,15 @@ class Queue:
         self.num_units -= num_units
         return node
 
+    def remove(self, node: Node) -> bool:
+        """Take a node out; whether it was there. O(n): for short queues."""
+        left = [entry for entry in self.entries if entry[2] is not node]
+        if len(left) == len(self.entries):
+            return False
+        heapq.heapify(left)
+        self.entries, self.num_units = left, sum(entry[3] for entry in left)
+        return True
+
     def in_order(self) -> Iterator[QueueEntry]:
         """The entries, smallest first, without taking them out: O(log n) for the n-th."""
         ahead = [(self.entries[0], 0)] if self.entries else []
@@ -77,6 +88,10 @@ class Queue:
         heapq.heapify(self.entries)
         self.num_units = sum(entry[3] for entry in self.entries)
         self._sweep_at = max(MIN_SWEEP, 2 * len(self.entries))
+
+
+def _refuse_to_end(mark: Mark) -> None:
+    raise AssertionError("a mark was made, and no cache set how to end it")
 
 
 class Evictor:
@@ -98,6 +113,10 @@ class Evictor:
         self._others = Queue()
         self._kept = Queue()
         """Forks."""
+        self._marked: dict[Mark, Queue] = {}
+        """By mark: nodes that it keeps."""
+        self.end_mark: Callable[[Mark], None] = _refuse_to_end
+        """Set once, by the cache."""
         self._bit = 1 << plane.index
         self._turns = turns
         self._turns_version = turns.version
@@ -110,8 +129,9 @@ class Evictor:
     @property
     def queues(self) -> tuple[tuple[int, tuple[Queue, ...]], ...]:
         """For audits: queues of which one has a node that is marked by a bit. Everything but forks,
-        and forks; what may have units that can be spared."""
-        return (self._bit, (self._others, self._kept)), (self._spare_bit, (self._spare,))
+        forks, and what requests have marked; what may have units that can be spared."""
+        units = (self._others, self._kept, *self._marked.values())
+        return (self._bit, units), (self._spare_bit, (self._spare,))
 
     @property
     def is_up_to_date(self) -> bool:
@@ -133,6 +153,20 @@ class Evictor:
         if not node.queued & self._bit:
             node.queued |= self._bit
             self._queue_of(node).push(self._used(node), node, num_units)
+
+    def mark_ended(self, mark: Mark) -> None:
+        """Its nodes are queued by their use again."""
+        queue = self._marked.pop(mark, None)
+        for _, _, node, _ in () if queue is None else queue.entries:
+            node.queued &= ~self._bit
+            self.offer(node)
+
+    def mark_replaced(self, node: Node, old: Mark) -> None:
+        """`node` has another mark than it was queued by."""
+        queue = self._marked.get(old)
+        if queue is not None and queue.remove(node):
+            node.queued &= ~self._bit
+            self.offer(node)
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""
@@ -185,7 +219,8 @@ class Evictor:
         """Pages of a node that nobody holds and that are not near a place to go on from."""
         assert self._reach is not None
         is_spare = node.units[self._plane.index] != ABSENT
-        for end in self._turns.places(node, self._reach + NEAR):
+        ends = self._turns.places(node, self._reach + NEAR)
+        for end in (*ends, node.end) if node.is_marked else ends:
             first = max(0, end - node.first - self._reach - NEAR)
             is_spare[first : max(0, end - node.first)] = False
         places: Indices = is_spare.nonzero()[0]
@@ -213,6 +248,9 @@ class Evictor:
     def _next(self, count: int) -> tuple[Queue, int]:
         """The queue whose head goes next, and how many units of it at most."""
         others, kept = self._head(self._others), self._head(self._kept)
+        while others is None and kept is None and self._marked:
+            self.end_mark(min(self._marked, key=lambda mark: (mark.priority, mark.serial)))
+            others, kept = self._head(self._others), self._head(self._kept)
         if kept is None:
             return self._others, count
         if others is None:
@@ -236,6 +274,8 @@ class Evictor:
         return None
 
     def _queue_of(self, node: Node) -> Queue:
+        if node.mark is not None and not node.mark.is_over:
+            return self._marked.setdefault(node.mark, Queue())
         return self._kept if node.is_fork and self._forks is not None else self._others
 
     def _excess(self) -> int:

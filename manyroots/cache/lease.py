@@ -11,6 +11,7 @@ from manyroots.cache.matching import Limit
 from manyroots.cache.planes import NO_UNITS, Units
 from manyroots.cache.tree import ChildKey, Node
 from manyroots.ids import StepId
+from manyroots.messages import Retention
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Lease:
         "num_sure_tokens",
         "onboarding",
         "resumed",
+        "retention",
         "serial",
         "states",
         "tables",
@@ -107,6 +109,8 @@ class Lease:
         """Behind how many pages of the prompt there is a state: one found, or one saved."""
         self.ahead: ChildKey | None
         """How the tree would know the page behind those that were found; None if there is none."""
+        self.retention: Retention | None = None
+        """What its request asks to be kept when it ends."""
         self.is_open = True
 
     def blame_storage(self) -> None:

@@ -183,7 +183,11 @@ class Publisher:
         the path as it was."""
         leaf, first = lease.cursor, lease.num_published_pages
         is_plain = self._has_spine and leaf.is_attached and leaf.end == first and not leaf.children
-        if not is_plain or end > min(lease.num_allowed_pages, lease.key.run_end(first, end)):
+        if (
+            not is_plain
+            or leaf.is_marked
+            or end > min(lease.num_allowed_pages, lease.key.run_end(first, end))
+        ):
             return False
         if leaf.owner != lease.key.at(first) or first * self._page_size < lease.num_prompt_tokens:
             return False

@@ -28,6 +28,23 @@ PageRange = slice | Indices
 """Pages of one node, counted from its own first."""
 
 
+class Mark:
+    """Why some nodes are to be kept (`retention.py`). Shared by all nodes that one range of a
+    request marks."""
+
+    __slots__ = ("is_over", "num_pages", "priority", "serial", "tenant", "until_s")
+
+    def __init__(self, tenant: str | None, priority: int, until_s: float, serial: int) -> None:
+        self.tenant = tenant
+        self.priority = priority
+        self.until_s = until_s
+        self.serial = serial
+        """Order of creation."""
+        self.num_pages = 0
+        """Of its nodes, when they were marked."""
+        self.is_over = False
+
+
 class Node:
     """A run of pages, of one owner, that every path through it shares."""
 
@@ -45,6 +62,7 @@ class Node:
         "last_arrived",
         "last_resumed",
         "last_used",
+        "mark",
         "num_hits",
         "num_pages",
         "owner",
@@ -108,9 +126,15 @@ class Node:
         """Whether a request has found its prompt up to here, and nothing to add."""
         self.prompt_end = 0
         """The boundary within this node where the newest prompt ended; 0 if none did."""
+        self.mark: Mark | None = None
+        """The newest one, perhaps over."""
         self.queued = 0
         """Bit set of the eviction queues that have this node, by plane: those that know all, then
         those of what can be spared."""
+
+    @property
+    def is_marked(self) -> bool:
+        return self.mark is not None and not self.mark.is_over
 
     @property
     def namespace(self) -> Namespace | None:
@@ -227,7 +251,8 @@ class PrefixTree:
             run_end = key.run_end(depth, end)
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
             owner = key.at(depth)
-            if lengthen and not node.children and node.owner == owner:
+            is_open = not node.children and not node.is_marked
+            if lengthen and is_open and node.owner == owner:
                 units = [absent(run_end - depth) for _ in range(self._num_planes)]
                 self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
@@ -280,7 +305,7 @@ class PrefixTree:
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
         upper.last_resumed = node.last_resumed
-        upper.is_fork = node.is_fork
+        upper.is_fork, upper.mark = node.is_fork, node.mark
         if node.prompt_end <= depth:
             upper.prompt_end, node.prompt_end = node.prompt_end, 0
         parent.children[(node.owner, node.keys[: self._page_bytes])] = upper

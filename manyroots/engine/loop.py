@@ -131,8 +131,10 @@ class EngineLoop:
         make_check: Callable[[Callable[[Submit], None]], SelfCheck] | None = None,
         take_weights: TakeWeights | None = None,
         depth: int = 1,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`take_weights`: None where weights can't be updated in place.
+        """`now`: the clock by which prefixes are kept, in seconds.
+        `take_weights`: None where weights can't be updated in place.
         `directory`: None leaves adapters to whoever registers them with the scheduler.
         `compiles`: None refuses requests whose output has a shape.
         `alarm`: None if the runner can't end outside of a step. `events`: told after each step
@@ -148,6 +150,7 @@ class EngineLoop:
         self._events = events
         self._check = None if make_check is None else make_check(self._submit)
         self._depth = depth
+        self._now = now
         self._launched: deque[Future[StepResult]] = deque()
         self._gathered = StepOutputs([])
         self._replies: list[LoraReply] = []
@@ -320,6 +323,7 @@ class EngineLoop:
             self._take_grammars(self._compiles)
         if self._directory is not None:
             self._gathered.outputs.extend(self._directory.poll())
+        self._scheduler.pass_time(self._now())
         if self._launched and self._scheduler.awaits_result:
             # What is told of it is sent on while the next step runs.
             self._finish_oldest()

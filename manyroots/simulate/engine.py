@@ -12,6 +12,7 @@ from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.simulate.clock import Clock
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.step import Runner
 
@@ -33,7 +34,7 @@ class SimulatedEngine:
 
 
 def build_engine(
-    settings: SimulationSettings, runner: Runner, events: EventSink | None = None
+    settings: SimulationSettings, runner: Runner, clock: Clock, events: EventSink | None = None
 ) -> SimulatedEngine:
     """`events`: told after each step which pages came and went."""
     layout = CacheLayout.of(settings.block_size, settings.capacities())
@@ -43,5 +44,7 @@ def build_engine(
     scheduler = Scheduler(
         settings.scheduler(), cache, adapters, max_model_len=settings.num_cache_tokens
     )
-    loop = EngineLoop(scheduler, runner, depth=settings.depth, events=events)
+    loop = EngineLoop(
+        scheduler, runner, depth=settings.depth, events=events, now=lambda: clock.now_s
+    )
     return SimulatedEngine(loop, scheduler, cache, adapters)

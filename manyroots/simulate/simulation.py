@@ -132,7 +132,7 @@ class EngineSimulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, self.runner, events)
+        self.engine = build_engine(settings, self.runner, self.clock, events)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.on_output: Callable[[Output, Record], None] = lambda output, record: None
         """Told of each output after it is recorded."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manyroots.errors import ConfigError
+from manyroots.messages import Retention
 from manyroots.simulate.segments import segment_tokens
 from manyroots.step import Int32s
 
@@ -51,6 +52,8 @@ class TraceRequest:
     """Segment that the (first) completion consists of, so that later prompts can quote it.
     None is a reply that nothing else shares."""
     ends_by: EndsBy = EndsBy.LENGTH
+    retention: Retention | None = None
+    """What the request asks the cache to keep."""
     whole: tuple[TraceSegment, ...] = ()
     """Prompt and reply together, of a trace that knows the pages of both; the last may be longer
     than they are. `reply` is None then."""

@@ -56,6 +56,7 @@ class TraceSequence:
             seed=int(self.request_id),
             stop_ids=(END_OF_TEXT,) if stops else (),
             adapter=None if adapter is None else AdapterName(adapter),
+            retention=self.line.retention,
         )
 
 

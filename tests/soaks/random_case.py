@@ -18,6 +18,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import Prefetch, WriteBack
 from manyroots.config import Policy
+from manyroots.messages import KeepRange, Retention
 from manyroots.simulate.costs import CostModel, with_costs
 from manyroots.simulate.faults import Faults
 from manyroots.simulate.presets import ROUND_NUMBERS
@@ -134,6 +135,8 @@ def _trace(rng: random.Random, *, num_requests: int) -> Trace:
     lines = []
     # From a trickle, one request at a time, to a queue that only grows.
     pause_s = rng.choice([0.005, 0.05, 0.2])
+    marks = random.Random(heads[0])  # on its own, so that the rest of a seed stays as it was
+    is_marked = marks.random() < 0.4
     for number in range(num_requests):
         arrival_s += rng.expovariate(1 / pause_s)
         lines.append(
@@ -146,9 +149,19 @@ def _trace(rng: random.Random, *, num_requests: int) -> Trace:
                 n=rng.choice([1, 1, 1, 1, 3]),
                 reply=rng.choice([None, "shared", f"own {number}"]),
                 ends_by=rng.choice(list(EndsBy)),
+                retention=_retention(marks) if is_marked else None,
             )
         )
     return tuple(lines)
+
+
+def _retention(rng: random.Random) -> Retention | None:
+    if rng.random() < 0.6:
+        return None
+    ends = sorted(rng.sample(range(1, LONGEST_HEAD + LONGEST_TAIL), rng.randint(1, 3)))
+    ranges = [KeepRange(end, rng.randint(0, 2), rng.choice([0.001, 0.1, 1e6])) for end in ends]
+    share = rng.choice([0.1, 0.5, 1.0])
+    return Retention(tuple(ranges), rng.choice([None, "a", "b"]), share)
 
 
 def _prompt(rng: random.Random, head: str) -> tuple[TraceSegment, ...]:

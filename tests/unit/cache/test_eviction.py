@@ -22,6 +22,7 @@ from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.ids import Namespace, StepId
+from manyroots.messages import Retention
 from manyroots.step import CopyDone, Int32s
 
 BASE = PrefixKey(Namespace(adapter=None, salt=None))
@@ -43,10 +44,11 @@ class Served:
         self.step = 0
         self.next_token = 1_000
 
-    def ask(self, tokens: Int32s, key: PrefixKey = BASE) -> int:
+    def ask(self, tokens: Int32s, key: PrefixKey = BASE, retention: Retention | None = None) -> int:
         """Serve a prompt; gives how many pages of it were found."""
         cache = self.cache
         lease = cache.claim(key, tokens, len(tokens), True)
+        lease.retention = retention
         computed = num_found = lease.num_cached_tokens
         cache.begin(lease, len(tokens))
         while computed < len(tokens):

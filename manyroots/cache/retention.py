@@ -1,0 +1,131 @@
+"""Prefixes that callers asked to keep: how strongly, and for how long (T13).
+
+A request may mark ranges of its prompt. When it ends, the nodes of its path up to a range's last
+whole page get a `Mark`. Marked units are evicted after all others, on every plane, so pages, window
+pages, saved states and host copies are kept alike. A mark ends
+
+- when its time is over (`pass_time`);
+- when its tenant's marks exceed the tenant's share of the pool: the weakest end first;
+- when nothing else can be evicted: the weakest end first.
+
+So a mark never keeps a request waiting, and a tenant that marks everything displaces its own marks
+alone. The weakest mark has the lowest priority and, among equals, is the oldest. A mark that has
+ended leaves its units where plain use puts them. O(log n) per mark.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+
+from manyroots.cache.eviction import Evictor
+from manyroots.cache.lease import Lease
+from manyroots.cache.planes import CacheLayout
+from manyroots.cache.publishing import nearest_attached
+from manyroots.cache.tree import Mark, Node, PrefixTree
+from manyroots.messages import Retention
+
+_Entry = tuple[float, int, Mark]
+"""Priority or end, order of creation, whose."""
+
+
+class Marks:
+    """The marks of one cache."""
+
+    def __init__(self, layout: CacheLayout, tree: PrefixTree, evictors: list[Evictor]) -> None:
+        self._tree = tree
+        self._page_size = layout.page_size
+        self._pool_pages = layout.device[0].num_units
+        self._evictors = evictors
+        for evictor in evictors:
+            evictor.end_mark = self.end
+        self._now_s = 0.0
+        self._next_serial = 1
+        self._due: list[_Entry] = []
+        self._weakest: dict[str | None, list[_Entry]] = {}
+        """By tenant."""
+        self._num_pages: Counter[str | None] = Counter()
+        """By tenant: pages of nodes that are marked."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no mark can end by time."""
+        return not self._due
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are marked, of all tenants."""
+        return self._num_pages.total()
+
+    def pass_time(self, now_s: float) -> None:
+        """End the marks whose time is over. The caller has the clock."""
+        self._now_s = max(self._now_s, now_s)
+        while self._due and self._due[0][0] <= self._now_s:
+            self.end(heapq.heappop(self._due)[2])
+
+    def keep(self, lease: Lease, asked: Retention) -> None:
+        """Mark the path of a lease that ends."""
+        path: list[Node] = []
+        node = nearest_attached(lease.cursor)
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        marks = self._marks_of(asked, min(lease.num_published_pages, path[0].end) if path else 0)
+        for node in reversed(path):
+            for end, mark in marks:
+                if node.first < end < node.end:
+                    self._set(self._tree.split(node, end), mark)
+                elif end >= node.end:
+                    self._set(node, mark)
+                    break
+        for _, mark in marks:
+            self._open(mark)
+        limit = int(asked.share * self._pool_pages)
+        while self._num_pages[asked.tenant] > limit:
+            self.end(heapq.heappop(self._weakest[asked.tenant])[2])
+
+    def end(self, mark: Mark) -> None:
+        """Leave its nodes to plain use. Harmless where it has ended."""
+        if mark.is_over:
+            return
+        mark.is_over = True
+        self._num_pages[mark.tenant] -= mark.num_pages
+        mark.num_pages = 0
+        if not self._num_pages[mark.tenant]:
+            del self._num_pages[mark.tenant]
+            self._weakest.pop(mark.tenant, None)
+        for evictor in self._evictors:
+            evictor.mark_ended(mark)
+
+    def _marks_of(self, asked: Retention, num_pages: int) -> list[tuple[int, Mark]]:
+        """(end in pages, mark), ascending. What leads to a page is worth as much as the page."""
+        marks: list[tuple[int, Mark]] = []
+        priority, until_s = 0, 0.0
+        for wanted in sorted(asked.ranges, key=lambda each: -each.until_token):
+            priority = max(priority, wanted.priority)
+            until_s = max(until_s, self._now_s + wanted.for_s)
+            end = min(wanted.until_token // self._page_size, num_pages)
+            if end and not (marks and marks[-1][0] == end):
+                marks.append((end, Mark(asked.tenant, priority, until_s, self._next_serial)))
+                self._next_serial += 1
+        marks.reverse()
+        return marks
+
+    def _set(self, node: Node, mark: Mark) -> None:
+        """A newer mark replaces an older one, unless that is as strong and lasts as long."""
+        old = node.mark if node.is_marked else None
+        if old is not None and old.priority >= mark.priority and old.until_s >= mark.until_s:
+            return
+        node.mark = mark
+        mark.num_pages += node.num_pages
+        self._num_pages[mark.tenant] += node.num_pages
+        if old is not None:
+            old.num_pages -= node.num_pages
+            self._num_pages[old.tenant] -= node.num_pages
+            for evictor in self._evictors:
+                evictor.mark_replaced(node, old)
+
+    def _open(self, mark: Mark) -> None:
+        heapq.heappush(self._due, (mark.until_s, mark.serial, mark))
+        weakest = self._weakest.setdefault(mark.tenant, [])
+        heapq.heappush(weakest, (mark.priority, mark.serial, mark))

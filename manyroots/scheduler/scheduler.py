@@ -207,7 +207,6 @@ class Scheduler:
 
     # Planning
 
-<<<<<<< HEAD
     @property
     def awaits_result(self) -> bool:
         """Whether nothing should be planned before the launched steps are done: guesses follow a
@@ -217,11 +216,10 @@ class Scheduler:
             and bool(self._results.in_flight)
             and self._speculation.wants_results(len(self._rows.running))
         )
-=======
+
     def pass_time(self, now_s: float) -> None:
         """Tell what time it is, by the caller's clock; marks of prefixes end by it."""
         self._cache.pass_time(now_s)
->>>>>>> a87fd9a (cache: keep marked prefixes, within their tenant's share)
 
     def schedule(self) -> Plan | None:
         """The next step, or None if there is nothing to do right now, or guesses are checked."""

@@ -220,11 +220,11 @@ class LoraSettings:
         (), "Adapters by name, as name=folder or as JSON with name, path and base_model_name."
     )
     max_loras: int = option(
-        8,
-        "Maximum number of distinct adapters in one step. The device has a slot for each, and one "
-        "more for every four, to load the next adapters ahead. 0: as many as fit into a quarter "
-        "of a GPU's memory beside the weights (on a CPU: into the memory for pages), at most 256 "
-        "or --max-num-seqs.",
+        0,
+        "Maximum number of distinct adapters in one step. auto (or 0): no limit but memory; each "
+        "adapter takes what its own ranks need. A number gives the device a slot of the maximum "
+        "rank for each, and one more for every four, to load the next adapters ahead.",
+        words={"auto": 0},
     )
     max_cpu_loras: int = option(0, "Maximum number of adapters in host memory; 0: no limit.")
     max_lora_rank: int = option(16, "Maximum rank of an adapter.")

@@ -346,6 +346,9 @@ class AdapterStats:
     total_device_unloads: int = 0
     """Left because no name and no request needs them."""
     total_host_unloads: int = 0
+    device_bytes: int = 0
+    """Of a rank, in blocks that adapters share; 0 where slots alone are counted."""
+    used_device_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,17 @@ T = TypeVar("T")
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
-def option(default: T, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> T:
-    """A field that is also a command-line flag."""
-    metadata = {"help": help, "choices": choices, "flag": flag}
+def option(
+    default: T,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    flag: str = "",
+    words: Mapping[str, T] = types.MappingProxyType({}),
+) -> T:
+    """A field that is also a command-line flag. `words`: what may be given in place of a value,
+    and the value that each stands for."""
+    metadata = {"help": help, "choices": choices, "flag": flag, "words": words}
     return field(default=default, metadata=metadata)
 
 
@@ -67,8 +75,11 @@ def type_fault(room: type[Any], name: str, value: object) -> str | None:
         return f"a list, each entry {each}"
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return None
+    words = spec.metadata["words"]
+    if type(value) is str and value in words:
+        return None
     if not any(type(value) is kind for kind in kinds):
-        return _wanted(kinds)
+        return " or ".join([_wanted(kinds), *words])
     choices = spec.metadata["choices"]
     return f"one of {', '.join(choices)}" if choices and value not in choices else None
 
@@ -87,10 +98,12 @@ def _is_many(value: object, entry: Any) -> bool:
 
 
 def as_field(room: type[Any], name: str, value: object) -> object:
-    """Fields that hold many values may be given as one, or as any kind of list."""
+    """Fields that hold many values may be given as one, or as any kind of list; others by a word
+    that stands for a value."""
     hint = typing.get_type_hints(room)[name]
     if typing.get_origin(hint) is not tuple:
-        return value
+        [spec] = [spec for spec in fields(room) if spec.name == name]
+        return spec.metadata["words"].get(value, value) if isinstance(value, str) else value
     if value is None:
         return ()
     many = [value] if isinstance(value, str | LoraModule | Mapping) else value

@@ -160,10 +160,10 @@ def _with_adapters(
         targets_of(source), folder, count, workload.rank, experts=workload.adapts_experts
     )
     lora = {
+        "max_loras": 0,
         **settings,
         "enable_lora": True,
         "lora_modules": tuple(f"{_name(i)}={path}" for i, path in enumerate(paths)),
-        "max_loras": count,
         "max_lora_rank": workload.rank,
     }
     with _engine(lora, report, "start_with_lora_s") as engine:

@@ -91,7 +91,7 @@ class FreeEngine:
         limits = AdapterLimits(max_loras=0, max_cpu_loras=0)
         loader = None
         if case.num_adapters:
-            count = case.num_slots or case.num_adapters
+            count = case.num_adapters
             limits = AdapterLimits(
                 max_loras=count, max_cpu_loras=0, num_spare_slots=-(-count // SPARE_SLOTS)
             )

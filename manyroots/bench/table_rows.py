@@ -6,6 +6,7 @@ another GPU they are a measure of nothing, and the figures count alone.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,59 @@ def seconds(case: str) -> Callable[[RunReport], FigureSpread]:
     def read(report: RunReport) -> FigureSpread:
         found = _of_traffic(report, case)["seconds"]
         return found["median"], found["least"], found["most"]
+
+    return read
+
+
+def first_seconds(case: str) -> Callable[[RunReport], FigureSpread]:
+    """Of the server's first run, in which files are read. Without warm-ups."""
+
+    def read(report: RunReport) -> FigureSpread:
+        first = _of_traffic(report, case)["run_seconds"][0]
+        return first, first, first
+
+    return read
+
+
+def warm_seconds(case: str) -> Callable[[RunReport], FigureSpread]:
+    """Of the runs after the first, if there are any."""
+
+    def read(report: RunReport) -> FigureSpread:
+        runs = _of_traffic(report, case)["run_seconds"]
+        warm = runs[1:] or runs
+        return statistics.median(warm), min(warm), max(warm)
+
+    return read
+
+
+def first_share(case: str) -> Callable[[RunReport], FigureSpread]:
+    """The base's seconds of those of the first run with adapters."""
+
+    def read(report: RunReport) -> FigureSpread:
+        found = _of_traffic(report, case)
+        share = found["base"]["seconds"]["median"] / found["run_seconds"][0]
+        return share, share, share
+
+    return read
+
+
+def first_token_beside(case: str, other: str) -> Callable[[RunReport], FigureSpread]:
+    """p50 of the first token of one case, as a multiple of another's."""
+
+    def read(report: RunReport) -> FigureSpread:
+        of = [_of_traffic(report, name)["time_to_first_token_s"]["p50"] for name in (case, other)]
+        share = of[0]["median"] / of[1]["median"]
+        return share, share, share
+
+    return read
+
+
+def start_seconds(case: str) -> Callable[[RunReport], FigureSpread]:
+    """Of the engine; with nothing compiled only where Triton's cache was empty."""
+
+    def read(report: RunReport) -> FigureSpread:
+        taken = _of_traffic(report, case)["start_s"]
+        return taken, taken, taken
 
     return read
 
@@ -141,16 +195,33 @@ RUNS: tuple[TableRun, ...] = (
         TableRow("512 mixed, 8 adapters, sampled, s", 11.1, seconds("adapters-8-sampled")),
     ),
     _traffic(
-        "adapters-32", "--case adapters-32 --warm-ups 0",
-        TableRow("512 mixed, 32 adapters in 8 slots, s", 11.8, seconds("adapters-32")),
+        "adapters-32", "--case adapters-32 --warm-ups 0 --with-base",
+        TableRow("32 adapters by Zipf, first run, s", 12.9, first_seconds("adapters-32")),
+        TableRow("32 adapters by Zipf, warm, s", 12.2, warm_seconds("adapters-32")),
+        TableRow("start with 32 adapters, s", 20, start_seconds("adapters-32")),
+    ),
+    _traffic(
+        "adapters-200", "--case adapters-200 --warm-ups 0 --with-base",
+        TableRow("200 adapters, first run, of base", 0.88, first_share("adapters-200"), True),
+        TableRow("200 adapters, warm, of base", 0.95, share_of_time("adapters-200"), True),
+    ),
+    _traffic(
+        "adapters-16", "--case adapters-16 --case adapters-8 --max-loras 8 --warm-ups 1",
+        TableRow(
+            "16 adapters in 8 slots, p50 of first token, of 8's", 2.0,
+            first_token_beside("adapters-16", "adapters-8"),
+        ),
     ),
     _decode(
         "adapters-of-rank-64", "--adapters 64 --adapter-rank 64 --batch 64",
         TableRow("64 adapters of rank 64, batch 64, tok/s", 5000, tokens_per_s(64, 64), True),
     ),
     _traffic(
-        "shared-heads", "--case shared-heads --warm-ups 1",
-        TableRow("256 with 16 shared heads of 2048, s", 4.4, seconds("shared-heads"), vllm=6.23),
+        "shared-heads", "--case shared-heads --warm-ups 0",
+        TableRow("256 with 16 shared heads, first run, s", 4.6, first_seconds("shared-heads")),
+        TableRow(
+            "256 with 16 shared heads, warm, s", 4.4, warm_seconds("shared-heads"), vllm=6.23
+        ),
     ),
     _traffic(
         "long-prompts", "--case long-prompts --warm-ups 0",
@@ -184,8 +255,12 @@ RUNS: tuple[TableRun, ...] = (
     ),
     _traffic(
         "adapters-1000", "--case adapters-1000 --with-base --load 0.7 --warm-ups 0 --repeats 1",
-        TableRow("1,000 adapters in 32 slots, of base", 0.80, share_of_time("adapters-1000"), True),
+        TableRow("1,000 adapters, of base", 0.88, share_of_time("adapters-1000"), True),
         TableRow("at 70% load, p99 of first token, of base", 2.0, slowest_first("adapters-1000")),
+    ),
+    _traffic(
+        "adapters-10000", "--case adapters-10000 --with-base --load 0.7 --warm-ups 0 --repeats 1",
+        TableRow("10,000 adapters, 70% load, p99, of base", 3.0, slowest_first("adapters-10000")),
     ),
 )  # fmt: skip
 """Those whose figures are looked at first come first, for whoever has little time."""

@@ -79,7 +79,7 @@ def run_traffic(
         groups: list[tuple[dict[str, Any], list[TrafficCase]]] = []
         for case in cases:
             settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}
-            settings |= _adapters(case, settings, folder)
+            settings = {**_adapters(case, settings, folder), **settings}
             alike = next((members for other, members in groups if other == settings), None)
             if alike is None:
                 groups.append((settings, [case]))
@@ -121,7 +121,6 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[s
     return {
         "enable_lora": True,
         "lora_modules": tuple(modules),
-        "max_loras": case.num_slots or case.num_adapters,
         "max_lora_rank": max(case.ranks),
         # As one who runs a server with such adapters alone would say.
         "lora_target_modules": (
@@ -231,6 +230,7 @@ class _Case:
 def _figures(lines: list[Timeline]) -> dict[str, Any]:
     return {
         "seconds": spread([line.seconds for line in lines]),
+        "run_seconds": [round(line.seconds, 3) for line in lines],
         "output_tokens": lines[0].num_tokens,
         "output_tokens_per_s": spread([line.num_tokens / line.seconds for line in lines], 1),
         **_latencies(lines),

@@ -47,8 +47,6 @@ class TrafficCase:
     ranks: tuple[int, ...] = (16,)
     """Of the adapters, in turn."""
     projections: tuple[str, ...] = PROJECTIONS
-    num_slots: int | None = None
-    """Places for adapters on the device; None: as many as adapters."""
 
     @property
     def max_len(self) -> int:
@@ -131,10 +129,10 @@ CASES: dict[str, TrafficCase] = {
         ),
         TrafficCase(name="adapters-8", **_MIXED, num_adapters=8),
         TrafficCase(name="adapters-8-sampled", **_MIXED, num_adapters=8, is_sampled=True),
-        TrafficCase(name="adapters-32", **_MIXED, num_adapters=32, zipf=1.0, num_slots=8),
+        TrafficCase(name="adapters-32", **_MIXED, num_adapters=32, zipf=1.0),
         TrafficCase(
             name="adapters-1000", **{**_MIXED, "num_requests": 2000}, num_adapters=1000, zipf=1.0,
-            ranks=(8,), projections=ATTENTION, num_slots=32,
+            ranks=(8,), projections=ATTENTION,
         ),
         TrafficCase(
             name="short-prompts", num_requests=512, prompt_len=(16, 128), output_len=(128, 384)
@@ -148,6 +146,12 @@ CASES: dict[str, TrafficCase] = {
         ),
         TrafficCase(
             name="adapters-of-many-ranks", **_MIXED, num_adapters=20, ranks=(8, 16, 32, 64, 128),
+        ),
+        TrafficCase(name="adapters-16", **_MIXED, num_adapters=16),
+        TrafficCase(name="adapters-200", **_MIXED, num_adapters=200, zipf=1.0, ranks=(8,)),
+        TrafficCase(
+            name="adapters-10000", **{**_MIXED, "num_requests": 2000}, num_adapters=10_000,
+            zipf=1.0, ranks=(2,), projections=("q_proj", "v_proj"),
         ),
         TrafficCase(
             name="streams-64", num_requests=64, prompt_len=(128, 128), output_len=(128, 128)

@@ -33,7 +33,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
         # What many values are made of is for the settings to say; flags pass their words on.
         kind = str if is_many else _plain_type(hints[spec.name])
         given: Any = spec.default
-        default = (" ".join(given) or "none") if is_many else given
+        words = spec.metadata["words"]
+        default = (" ".join(given) or "none") if is_many else _spelled(given, words)
         help_text = f"{spec.metadata['help']} [{default}]".replace("%", "%%")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
         if is_many:
@@ -41,7 +42,7 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
         elif kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = kind
+            options["type"] = _WordOr(kind, words) if words else kind
             options["metavar"] = spec.name.split("_")[-1].upper()
         if spec.metadata["choices"]:
             options["choices"] = spec.metadata["choices"]
@@ -59,6 +60,23 @@ _METAVARS = {
     "allowed_methods": "METHOD",
     "allowed_headers": "HEADER",
 }
+
+
+def _spelled(value: Any, words: Mapping[str, Any]) -> Any:
+    """A default as a user would give it."""
+    return next((word for word, meant in words.items() if meant == value), value)
+
+
+class _WordOr:
+    """Reads a flag's value, or one of the words that may stand for one."""
+
+    def __init__(self, kind: type[Any], words: Mapping[str, Any]) -> None:
+        self._kind = kind
+        self._words = words
+        self.__name__ = " or ".join([kind.__name__, *words])  # as argparse's errors call it
+
+    def __call__(self, text: str) -> Any:
+        return self._words[text] if text in self._words else self._kind(text)
 
 
 class _Extend(argparse.Action):

@@ -56,8 +56,8 @@ class RankWorker(Protocol):
         ...
 
     @property
-    def num_slots(self) -> int:
-        """As many adapters."""
+    def adapter_room(self) -> int:
+        """The same for adapters, in slots or blocks."""
         ...
 
     def start(self, start: StartSteps, tell: Tell) -> Steps:
@@ -92,7 +92,7 @@ def _load(
     _, join = inbox.get()
     assert isinstance(join, Join)
     part = build(join)
-    channel.send(*encode(RankMessageKind.LOADED, Loaded(part.num_pages, part.num_slots)))
+    channel.send(*encode(RankMessageKind.LOADED, Loaded(part.num_pages, part.adapter_room)))
     _, start = inbox.get()
     if start is None:
         raise ManyrootsError("the first rank closed before the start")

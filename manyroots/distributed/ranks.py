@@ -70,7 +70,7 @@ class Ranks:
                 raise ModelError(f"rank {rank}: {body}")
             assert isinstance(body, Loaded)
             fits.append(body)
-        return Loaded(min(fit.num_pages for fit in fits), min(fit.num_slots for fit in fits))
+        return Loaded(min(fit.num_pages for fit in fits), min(fit.adapter_room for fit in fits))
 
     def watch(
         self,

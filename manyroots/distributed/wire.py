@@ -63,8 +63,8 @@ class Loaded:
 
     num_pages: int
     """Of all layers, as many as fit beside them."""
-    num_slots: int
-    """As many adapters as fit beside them; 0 without --enable-lora."""
+    adapter_room: int
+    """What adapters have beside them, in slots or blocks; 0 without --enable-lora."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class StartSteps:
 
     num_units: tuple[int, ...]
     """By family."""
-    num_slots: int
+    adapter_room: int
     """What fits on every rank."""
     max_model_len: int
 

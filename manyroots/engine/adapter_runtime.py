@@ -6,6 +6,7 @@ cache leaves it alone. Of a model that ranks share, files are of the whole and s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_directory import AdapterFiles
 from manyroots.errors import AdapterError
 from manyroots.lora.files.combination import FoundPart, parts_of_path
+from manyroots.lora.files.folder import WEIGHTS_FILE
 from manyroots.lora.files.memory import MemoryAdapter
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import AdapterLimits, DeviceBlocks
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
@@ -32,14 +34,21 @@ from manyroots.store.adapter_combination import combine
 from manyroots.store.adapter_files import foresee, read_files, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
-from manyroots.store.adapter_pool import AdapterPool, pooled_rank
+from manyroots.store.adapter_pool import AdapterPool, pooled_bytes, pooled_rank
 from manyroots.store.adapter_sites import SiteParts, parts_named, targets_in
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.host_memory import PinnedMemory, lock_filled, locked, pageable
+from manyroots.store.mapped_device import BLOCK_BYTES, can_map
 from manyroots.store.sources.address import is_address
 from manyroots.store.sources.sources import AdapterSources
 
 logger = logging.getLogger(__name__)
+
+CPU_BLOCK_BYTES = 64 << 10
+MAX_OPEN_SLOTS = 4096
+"""Most adapters on a device with --max-loras auto, however small: tables have a row for each."""
+MAX_ADDRESSES = 16 << 40
+"""Most bytes of addresses that slots may take, of the 128 TiB that a process has."""
 
 MakeLoader = Callable[[Read, AdapterPool], AdapterLoader]
 
@@ -48,6 +57,12 @@ class Adaptable(Protocol):
     """A model that adapters may change."""
 
     shard: Shard
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -74,8 +89,10 @@ def build_adapter_runtime(
     device: torch.device,
     make_loader: MakeLoader = AdapterLoader,
     *,
-    num_slots: int,
+    room: int,
+    max_num_seqs: int,
 ) -> AdapterRuntime:
+    """`room`: slots, or blocks where those are counted (`block_bytes`)."""
     shard = model.shard
     own = model.adapter_targets()
     targets = whole_targets(own, shard, model.spec.vocab_size)
@@ -101,25 +118,36 @@ def build_adapter_runtime(
 
     sources = AdapterSources(settings)
 
+    def sized(
+        found: tuple[AdapterSpec, AdapterWeights],
+    ) -> tuple[AdapterSpec, AdapterWeights]:
+        """With what the adapter will take on the device."""
+        spec, weights = found
+        if pinned is not None:
+            pinned.lock(weights.buffer)
+        size = pooled_bytes(
+            weights, is_transposed=device.type == "cpu", cut=partial(_cut_sizes, targets, own)
+        )
+        return replace(spec, device_bytes=size), weights
+
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
         allocate = pinned or pageable
-        found = read_folder(
-            folder, layouts, allowed_dirs=allowed_dirs, allocate=allocate, base=model.base_rows()
-        )
-        if pinned is not None:
-            pinned.lock(found[1].buffer)
-        return found
+        return sized(
+            read_folder(
+                folder, layouts, allowed_dirs=allowed_dirs, allocate=allocate,
+                base=model.base_rows(),
+            )
+        )  # fmt: skip
 
     def read_memory(adapter: MemoryAdapter) -> tuple[AdapterSpec, AdapterWeights]:
-        found = read_files(
-            adapter.config, adapter.weights, layouts, allocate=pinned or pageable,
-            base=model.base_rows(),
+        return sized(
+            read_files(
+                adapter.config, adapter.weights, layouts, allocate=pinned or pageable,
+                base=model.base_rows(),
+            )
         )  # fmt: skip
-        if pinned is not None:
-            pinned.lock(found[1].buffer)
-        return found
 
     def read_combined(found: Sequence[FoundPart]) -> tuple[AdapterSpec, AdapterWeights]:
         parts = []
@@ -131,10 +159,9 @@ def build_adapter_runtime(
                     f"the files at {part.path} changed since the adapter was opened; load it again"
                 )
             parts.append((spec, weights, part.weight))
-        made = combine(parts, served, max_rank=settings.max_lora_rank, allocate=pinned or pageable)
-        if pinned is not None:
-            pinned.lock(made[1].buffer)
-        return made
+        return sized(
+            combine(parts, served, max_rank=settings.max_lora_rank, allocate=pinned or pageable)
+        )
 
     def read_part(path: str) -> AdapterWeights:
         if (parts := parts_of_path(path)) is not None:
@@ -143,16 +170,19 @@ def build_adapter_runtime(
         with sources.reading(Path(path)) as folder:
             return cut_adapter(read(folder, None)[1], shard, own)
 
+    blocks = device_blocks(settings, room, model)
+    num_slots = room if blocks is None else blocks.num_slots
     pool = AdapterPool(
         parts,
         num_slots=num_slots,
-        num_at_once=settings.max_loras or num_slots,
+        num_blocks=None if blocks is None else blocks.num_blocks,
+        num_at_once=settings.max_loras or min(num_slots, max_num_seqs),
         max_rank=settings.max_lora_rank,
         dtype=dtype,
         device=device,
     )
     loader = make_loader(read_part, pool)
-    _log(settings, num_slots, len(served), slot_bytes(settings, model, dtype))
+    _log(settings, room, len(served), slot_bytes(settings, model, dtype), blocks)
     files = AdapterFiles(
         read, loader.keep, read_memory=read_memory, read_combined=read_combined, sources=sources
     )
@@ -166,21 +196,75 @@ def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> 
     return adapter_bytes(targets_in(parts), rank, dtype.itemsize)
 
 
-def _log(settings: LoraSettings, num_slots: int, num_targets: int, size: int) -> None:
+def block_bytes(settings: LoraSettings, device: torch.device) -> int | None:
+    """The blocks in which adapters share memory; None where slots are counted: --max-loras is a
+    number, or the device can't map memory."""
+    if settings.max_loras:
+        return None
+    if device.type == "cpu":
+        return CPU_BLOCK_BYTES
+    return BLOCK_BYTES if can_map(device) else None
+
+
+def device_blocks(settings: LoraSettings, room: int, model: Adaptable) -> DeviceBlocks | None:
+    """None where slots are counted."""
+    if settings.max_loras or not settings.enable_lora:
+        return None
+    size = block_bytes(settings, model.device)
+    if size is None:
+        return None
+    most = MAX_ADDRESSES // max(slot_bytes(settings, model, model.dtype), size)
+    return DeviceBlocks(room, size, num_slots=max(1, min(room, MAX_OPEN_SLOTS, most)))
+
+
+def known_bytes(settings: LoraSettings) -> int:
+    """What the adapters that --lora-modules names take on disk. No file is opened, and those that
+    are not there yet count nothing."""
+    total = 0
+    for module in settings.lora_modules:
+        with contextlib.suppress(OSError, ValueError):
+            total += (Path(module.path).expanduser() / WEIGHTS_FILE).stat().st_size
+    return total
+
+
+def _cut_sizes(
+    whole: Targets, own: Targets, name: str, a_size: int, b_size: int
+) -> tuple[int, int]:
+    """This rank's part of a pair's halves, of the whole model's."""
+    all_of, mine = whole[name], own[name]
+    return (
+        a_size // all_of.in_features * mine.in_features,
+        b_size // all_of.out_features * mine.out_features,
+    )
+
+
+def _log(
+    settings: LoraSettings, room: int, num_targets: int, size: int, blocks: DeviceBlocks | None
+) -> None:
+    largest, num_names = size / 2**20, len(settings.lora_modules)
+    if blocks is None:
+        logger.info(
+            "adapters: %d slots of up to %.1f MiB (rank %d in each of %d weights), %.1f MiB in "
+            "all; %d names",
+            room, largest, settings.max_lora_rank, num_targets, room * largest, num_names,
+        )  # fmt: skip
+        return
     logger.info(
-        "adapters: %d slots%s of up to %.1f MiB (rank %d in each of %d weights), %.1f MiB in all; "
-        "%d names",
-        num_slots, "" if settings.max_loras else " (as many as fit: --max-loras 0)", size / 2**20,
-        settings.max_lora_rank, num_targets, num_slots * size / 2**20, len(settings.lora_modules),
+        "adapters: %.1f MiB on the device, in blocks of %.2f MiB (--max-loras auto); one of rank "
+        "%d in each of %d weights takes %.1f MiB; %d names",
+        blocks.num_blocks * blocks.block_bytes / 2**20, blocks.block_bytes / 2**20,
+        settings.max_lora_rank, num_targets, largest, num_names,
     )  # fmt: skip
 
 
-def adapter_limits(settings: LoraSettings, num_slots: int) -> AdapterLimits:
-    """`num_slots`: those there are, some to spare, whether --max-loras says so or left it open; 0
-    without --enable-lora."""
-    num_at_once = min(settings.max_loras or num_slots, num_slots)
+def adapter_limits(settings: LoraSettings, room: int, model: Adaptable) -> AdapterLimits:
+    """`room`: slots that there are, some to spare, or blocks; 0 without --enable-lora."""
+    blocks = device_blocks(settings, room, model)
+    if blocks is not None:
+        return AdapterLimits(max_loras=0, max_cpu_loras=settings.max_cpu_loras, blocks=blocks)
+    num_at_once = min(settings.max_loras or room, room)
     return AdapterLimits(
         max_loras=num_at_once,
         max_cpu_loras=settings.max_cpu_loras,
-        num_spare_slots=num_slots - num_at_once,
+        num_spare_slots=room - num_at_once,
     )

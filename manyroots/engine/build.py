@@ -70,7 +70,7 @@ def build_engine(
     memory, max_model_len = executor.worker.memory, executor.sizes.max_model_len
     layout = CacheLayout.of(page_size, executor.worker.capacities(settings, executor.sizes))
     cache = PrefixCache(layout, _policies(settings, source, model, page_size))
-    limits = adapter_limits(settings.lora, executor.sizes.num_slots)
+    limits = adapter_limits(settings.lora, executor.sizes.adapter_room, model)
     adapters = Residency(limits)
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info("%s: %s on %s, context %d", source.name, model.dtype, model.device, max_model_len)
@@ -88,7 +88,7 @@ def build_engine(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         scheduling_policy=settings.scheduler.scheduling_policy,
-        max_loras=limits.max_loras,
+        max_loras=limits.max_loras or min(limits.num_slots or 0, settings.scheduler.max_num_seqs),
     )
     directory = None
     if executor.adapters is not None:
@@ -116,6 +116,7 @@ def build_engine(
             ranks * model.num_bytes,
             ranks * (slot_bytes(settings.lora, model, model.dtype) if directory else 0),
             [ranks * size for size in memory.unit_bytes],
+            ranks * (0 if limits.blocks is None else limits.blocks.block_bytes),
         ),
         settings.scheduler.max_num_seqs,
         settings.scheduler.max_num_batched_tokens,

@@ -3,8 +3,8 @@
 In: settings, what pages and states take, and what else will be wanted on the device. Out: how many
 pages of all layers there is memory for beside states, which ranks compare; then what each family of
 layers gets, or a refusal that names the flags. Everything that is free goes to these: what nobody
-runs with now is the prefix cache. Where the number of adapters is left open (--max-loras 0), they
-have a share.
+runs with now is the prefix cache. Where the number of adapters is left open (--max-loras auto),
+they have a share.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ CPU_CACHE_SHARE = 0.25
 LEAST_PAGE_BYTES = 8192
 """The cache's own records take some 100 bytes a page. Where nobody has said how much to take, pages
 so small that these would count (of toy models) are as many as if they had this size."""
-ADAPTER_SHARE = 0.25
-"""On a GPU, --max-loras 0 gives adapters at most this share of what weights leave. On a CPU they
-may take as much as pages may, and take it only as they come."""
-MAX_OPEN_SLOTS = 256
-"""As many slots as --max-loras 0 makes at most, unless a step may have more rows."""
+LEAST_ADAPTER_SHARE, MOST_ADAPTER_SHARE = 0.125, 0.25
+"""On a GPU, --max-loras auto gives adapters at least the first share of what weights leave, and up
+to the second if --lora-modules, or a few adapters of the maximum rank, need it. On a CPU they may
+take as much as pages may, and take it only as they come."""
+FEW_ADAPTERS = 8
+ROOM_FOR_MORE = 1.25
+"""Beside adapters that are known at start there is room for others."""
 SPARE_SHARE = 0.01
 """Of the memory that weights leave, slots to spare take at most this much."""
 LEAST_WORTH = 8
@@ -64,8 +66,8 @@ class Sizes:
 
     num_units: tuple[int, ...]
     """By family of layers: pages, or states."""
-    num_slots: int
-    """For adapters; 0 without --enable-lora."""
+    adapter_room: int
+    """For adapters, in slots or blocks (see `count_adapter_room`); 0 without --enable-lora."""
     max_model_len: int
 
 
@@ -131,7 +133,7 @@ class FamilyMemory:
         demand = self._demand(max_model_len)
         return longest_that_fits(self._sizes(demand), num_bytes, demand)
 
-    def fit(self, num_all_pages: int, num_slots: int, max_model_len: int) -> Sizes:
+    def fit(self, num_all_pages: int, adapter_room: int, max_model_len: int) -> Sizes:
         """Split memory for so many pages of all layers, and say how many states there are beside
         them. One request of the full length must fit, or it could never be finished."""
         num_bytes = num_all_pages * self.page_bytes
@@ -151,7 +153,7 @@ class FamilyMemory:
         if self.states is not None:
             num_states = self.states.num_states(num_bytes, max_model_len)
             num_units += [num_states] * len(self._state_bytes)
-        return Sizes(tuple(num_units), num_slots, longest)
+        return Sizes(tuple(num_units), adapter_room, longest)
 
     def capacities(self, sizes: Sizes) -> tuple[Capacity, ...]:
         """As the cache sees it."""
@@ -249,22 +251,36 @@ def count_pages(
     return int(num_pages)
 
 
-def count_slots(
-    settings: EngineSettings, bytes_per_slot: int, bytes_per_page: int, device: torch.device
+def count_adapter_room(
+    settings: EngineSettings,
+    *,
+    slot_bytes: int,
+    block_bytes: int | None,
+    known_bytes: int,
+    page_bytes: int,
+    device: torch.device,
 ) -> int:
-    """Slots for adapters on the device: as many as --max-loras says, and some to spare; for 0, as
-    many as fit."""
+    """Room for adapters on the device: as many slots as --max-loras says, and some to spare; for
+    auto, as many blocks as adapters' share of memory has, or slots where there are no blocks.
+    `known_bytes`: of the adapters that --lora-modules names."""
     lora, cache = settings.lora, settings.cache
     free = _free_bytes(cache, device, settings.model.tensor_parallel_size)
     if lora.max_loras:
-        num_spare = min(lora.max_loras // SPARE_SLOTS, int(SPARE_SHARE * free) // bytes_per_slot)
+        num_spare = min(lora.max_loras // SPARE_SLOTS, int(SPARE_SHARE * free) // slot_bytes)
         num_slots = lora.max_loras + max(0, num_spare)
         return min(num_slots, lora.max_cpu_loras or num_slots)
     if device.type == "cuda":
-        pages = (cache.num_gpu_blocks_override or 0) * bytes_per_page
-        free = int((free - (cache.kv_cache_memory_bytes or pages)) * ADAPTER_SHARE)
-    most = max(MAX_OPEN_SLOTS, settings.scheduler.max_num_seqs)
-    fit = max(1, min(most, free // max(bytes_per_slot, 1)))
+        pages = (cache.num_gpu_blocks_override or 0) * page_bytes
+        left = free - (cache.kv_cache_memory_bytes or pages)
+        wanted = max(
+            int(LEAST_ADAPTER_SHARE * left),
+            int(ROOM_FOR_MORE * known_bytes),
+            FEW_ADAPTERS * slot_bytes,
+        )
+        free = min(int(MOST_ADAPTER_SHARE * left), wanted)
+    if block_bytes is not None:
+        return max(1, free // block_bytes)
+    fit = max(1, min(settings.scheduler.max_num_seqs, free // max(slot_bytes, 1)))
     return min(fit, lora.max_cpu_loras or fit)
 
 

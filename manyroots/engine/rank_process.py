@@ -61,12 +61,12 @@ class _Part:
         return self.loaded.num_pages
 
     @property
-    def num_slots(self) -> int:
-        return self.loaded.num_slots
+    def adapter_room(self) -> int:
+        return self.loaded.adapter_room
 
     def start(self, start: StartSteps, tell: follower.Tell) -> _Steps:
         loaded = self.loaded
-        sizes = Sizes(start.num_units, start.num_slots, start.max_model_len)
+        sizes = Sizes(start.num_units, start.adapter_room, start.max_model_len)
         adapters = loaded.make_adapters(self.settings, sizes, partial(FollowingLoader, tell=tell))
         model = loaded.model
         join_group(model.shard, self.folder, device_type=model.device.type)

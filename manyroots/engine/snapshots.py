@@ -57,6 +57,8 @@ class EngineMemory:
     """Of one adapter's place on the device, at its largest."""
     unit_bytes: Sequence[int]
     """Of one page or state, by family of layers."""
+    block_bytes: int = 0
+    """Of a block of adapters' memory, where those are counted (--max-loras auto)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,12 +260,15 @@ class Snapshots:
             if content.digest in adapters.host
         )
         num_slots = adapters.slots.num_slots or on_device
+        num_free = num_slots - on_device
+        used, free = on_device * size, num_free * size
+        if (blocks := adapters.limits.blocks) is not None:
+            num_free = adapters.slots.num_free_blocks
+            size = self._parts.memory.block_bytes
+            used, free = (blocks.num_blocks - num_free) * size, num_free * size
         return [
-            MemoryPart("device", "adapters", "", "used", on_device * size, on_device),
-            MemoryPart(
-                "device", "adapters", "", "free", (num_slots - on_device) * size,
-                num_slots - on_device,
-            ),
+            MemoryPart("device", "adapters", "", "used", used, on_device),
+            MemoryPart("device", "adapters", "", "free", free, num_free),
             MemoryPart("host", "adapters", "", "used", on_host, len(adapters.host)),
         ]  # fmt: skip
 

@@ -42,9 +42,9 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         with stage("other ranks"):
             elsewhere = ranks.wait_until_loaded()
             num_pages = min(worker.num_pages, elsewhere.num_pages)
-            num_slots = min(worker.num_slots, elsewhere.num_slots)
-            sizes = worker.memory.fit(num_pages, num_slots, worker.max_model_len)
-        start = StartSteps(sizes.num_units, sizes.num_slots, sizes.max_model_len)
+            adapter_room = min(worker.adapter_room, elsewhere.adapter_room)
+            sizes = worker.memory.fit(num_pages, adapter_room, worker.max_model_len)
+        start = StartSteps(sizes.num_units, sizes.adapter_room, sizes.max_model_len)
         ranks.send(RankMessageKind.START, start)
         make_loader = partial(
             FirstLoader,

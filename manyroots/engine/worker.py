@@ -24,11 +24,13 @@ from manyroots.distributed.shard import WHOLE, Shard, apart
 from manyroots.engine.adapter_runtime import (
     AdapterRuntime,
     MakeLoader,
+    block_bytes,
     build_adapter_runtime,
+    known_bytes,
     slot_bytes,
 )
 from manyroots.engine.grammar_compiles import load_vocabulary
-from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slots
+from manyroots.engine.memory import FamilyMemory, Sizes, count_adapter_room, count_pages
 from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
 from manyroots.grammar.cache import GrammarCache
@@ -65,8 +67,8 @@ class Worker:
     memory: FamilyMemory
     num_pages: int
     """Of all layers, as many as fit here; the engine has the smallest number of all ranks."""
-    num_slots: int
-    """The same for adapters; 0 without --enable-lora."""
+    adapter_room: int
+    """The same for adapters, in slots or blocks; 0 without --enable-lora."""
     max_model_len: int
     """The model's or the user's; the engine may have to shorten it."""
 
@@ -82,7 +84,8 @@ class Worker:
             self.model.dtype,
             self.model.device,
             make_loader,
-            num_slots=sizes.num_slots,
+            room=sizes.adapter_room,
+            max_num_seqs=settings.scheduler.max_num_seqs,
         )
 
     def capacities(self, settings: EngineSettings, sizes: Sizes) -> tuple[Capacity, ...]:
@@ -136,7 +139,7 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     """All of the model in this process."""
     with stage("weights and sizes"):
         worker = load_worker(settings, source, WHOLE)
-    sizes = worker.memory.fit(worker.num_pages, worker.num_slots, worker.max_model_len)
+    sizes = worker.memory.fit(worker.num_pages, worker.adapter_room, worker.max_model_len)
     with stage("adapter slots"):
         adapters = worker.make_adapters(settings, sizes)
     with stage("pages and warm-up"):
@@ -184,20 +187,28 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
     # No context is longer than what all of the device's memory would hold.
     most_tokens = memory.most_tokens(device_bytes(device), model.spec.max_len)
     max_model_len = _model_length(settings.model, model.spec, most_tokens)
-    num_slots = slots_bytes = reserved_bytes = 0
+    adapter_room = adapters_bytes = reserved_bytes = 0
     if settings.lora.enable_lora:
         per_slot = slot_bytes(settings.lora, model, dtype)
-        num_slots = count_slots(settings, per_slot, memory.page_bytes, device)
-        slots_bytes = num_slots * per_slot
+        per_block = block_bytes(settings.lora, device)
+        adapter_room = count_adapter_room(
+            settings,
+            slot_bytes=per_slot,
+            block_bytes=per_block,
+            known_bytes=known_bytes(settings.lora),
+            page_bytes=memory.page_bytes,
+            device=device,
+        )
+        adapters_bytes = adapter_room * (per_block or per_slot)
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
         step = _measured_step_bytes(settings, model, max_model_len)
         logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
-                    step / 2**30, slots_bytes / 2**30)  # fmt: skip
-        reserved_bytes = step + slots_bytes
+                    step / 2**30, adapters_bytes / 2**30)  # fmt: skip
+        reserved_bytes = step + adapters_bytes
     num_pages = count_pages(
         settings, memory, device, reserved_bytes=reserved_bytes, max_model_len=max_model_len
     )
-    return Worker(model, memory, num_pages, num_slots, max_model_len)
+    return Worker(model, memory, num_pages, adapter_room, max_model_len)
 
 
 def _measured_step_bytes(settings: EngineSettings, model: Decoder, max_model_len: int) -> int:

@@ -20,6 +20,7 @@ def audit(residency: Residency) -> None:
     no_adapter_owns_two_slots(residency)
     seats_are_the_running_requests(residency)
     the_cap_holds(residency)
+    blocks_are_those_of_owners(residency)
     busy_slots_cool_down(residency)
     one_load_is_under_way_per_loading_slot(residency)
     one_load_is_under_way_per_arriving_copy(residency)
@@ -106,6 +107,17 @@ def seats_are_the_running_requests(residency: Residency) -> None:
 def the_cap_holds(residency: Residency) -> None:
     cap = residency.limits.max_loras
     assert not cap or residency.slots.num_seated <= cap, "more adapters run than --max-loras"
+
+
+def blocks_are_those_of_owners(residency: Residency) -> None:
+    """None is lost, and none is taken twice."""
+    slots, blocks = residency.slots, residency.limits.blocks
+    num_blocks = 0 if blocks is None else blocks.num_blocks
+    assert slots.num_free_blocks >= 0, "adapters take more than there is"
+    taken = sum(slot.num_blocks for slot in slots.all)
+    assert taken + slots.num_free_blocks == num_blocks, f"{taken} blocks taken of {num_blocks}"
+    seated = sum(slot.num_blocks for slot in slots.all if slot.num_seats)
+    assert seated == slots.num_seated_blocks, "blocks of running requests are miscounted"
 
 
 def busy_slots_cool_down(residency: Residency) -> None:

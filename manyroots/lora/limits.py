@@ -1,6 +1,7 @@
 """How many adapters each tier has room for; what can't work is refused at start.
 
-Device and host are counted in adapters. Storage is where adapters come from and has no limit.
+The device is counted in blocks of memory, or in adapters where --max-loras is a number. The host is
+counted in adapters. Storage is where adapters come from and has no limit.
 """
 
 from __future__ import annotations
@@ -8,10 +9,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyroots.errors import ConfigError
+from manyroots.lora.spec import AdapterSpec
 
 SPARE_SLOTS = 4
 """For so many adapters that may run at once there is one slot more, into which the next one's
 weights come before anybody makes place for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlocks:
+    """Device memory that adapters share, each with as many blocks as its own ranks need."""
+
+    num_blocks: int
+    block_bytes: int
+    num_slots: int
+    """As many adapters have a slot at most, however small they are."""
+
+    @property
+    def num_spare(self) -> int:
+        """Where not all adapters fit, running ones leave so many, to load the next one ahead."""
+        return self.num_blocks // (SPARE_SLOTS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +41,8 @@ class AdapterLimits:
     """Most adapters in host memory."""
     num_spare_slots: int = 0
     """Device slots beyond `max_loras`, so that the next adapter can load while a full step runs."""
+    blocks: DeviceBlocks | None = None
+    """None: a slot has room for the largest adapter, and slots alone are counted."""
 
     def __post_init__(self) -> None:
         _not_negative("--max-loras", self.max_loras)
@@ -47,7 +66,16 @@ class AdapterLimits:
         """
         if self.max_loras:
             return self.max_loras + self.num_spare_slots
+        if self.blocks is not None:
+            return min(self.blocks.num_slots, self.max_cpu_loras or self.blocks.num_slots)
         return self.max_cpu_loras or None
+
+    def num_blocks(self, spec: AdapterSpec) -> int:
+        """What an adapter takes of the device's blocks; 0 where slots alone are counted."""
+        if self.blocks is None:
+            return 0
+        size = spec.num_bytes if spec.device_bytes is None else spec.device_bytes
+        return -(-size // self.blocks.block_bytes)
 
     @property
     def num_host_copies(self) -> int | None:

@@ -15,7 +15,7 @@ No clock, thread or tensor; two instances fed the same calls give the same inten
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
@@ -36,7 +36,8 @@ class Residency:
     def __init__(self, limits: AdapterLimits) -> None:
         self.limits = limits
         self.registry = Registry()
-        self.slots = DeviceSlots(limits.num_slots)
+        blocks = limits.blocks
+        self.slots = DeviceSlots(limits.num_slots, 0 if blocks is None else blocks.num_blocks)
         # The files of an adapter that was unloaded may be replaced at any time: a copy that old
         # requests still need is the last to go.
         self.host = HostCopies(limits.num_host_copies, self.registry.is_draining)
@@ -57,8 +58,9 @@ class Residency:
 
         A pinned adapter is brought to the device as soon as a slot can be had, and stays there.
         """
+        self._check_size(name, spec)
         if is_pinned:
-            self._check_pin(name, spec.digest)
+            self._check_pin(name, spec)
         registered = self.registry.register(name, spec, path=path, is_pinned=is_pinned)
         self._free(registered.freed)
         if is_pinned:
@@ -77,7 +79,7 @@ class Residency:
             return False
         self._evict_from_host(1)
         if not self.host.has_room():
-            self._drop_unused(self._make_room_on_device(1, keep=()))
+            self._drop_unused(self._make_room_on_device([0], keep=()))
             self._evict_from_host(1)
         if not self.host.has_room():
             return False
@@ -134,18 +136,41 @@ class Residency:
 
     def seated(self) -> list[tuple[AdapterDigest, int]]:
         """Adapters that run, each with its number of seats, by slot."""
-        slots = [slot for slot in self.slots.all if slot.num_seats > 0]
+        slots = [slot for slot in self.slots.by_owner.values() if slot.num_seats > 0]
+        slots.sort(key=lambda slot: slot.number)
         return [(slot.owner, slot.num_seats) for slot in slots if slot.owner is not None]
 
-    def fits(self, adapters: Collection[AdapterDigest]) -> bool:
-        """Whether these adapters can run at once, with pinned ones on the device beside them."""
+    def num_blocks(self, digest: AdapterDigest) -> int:
+        """What an adapter takes of the device's blocks; 0 where slots alone are counted."""
+        if self.limits.blocks is None:
+            return 0
+        version = next(iter(self.registry.contents[digest].versions.values()))
+        return self.limits.num_blocks(version.spec)
+
+    def fits(
+        self,
+        adapters: Collection[AdapterDigest],
+        num_blocks: int,
+        *,
+        leaves_spare: bool = False,
+    ) -> bool:
+        """Whether these adapters, which take so many blocks, can run at once, with pinned ones on
+        the device beside them. `leaves_spare`: and several of them leave room to load the next."""
         cap, num_slots = self.limits.max_loras, self.slots.num_slots
         if cap and len(adapters) > cap:
             return False
         if num_slots is None:
             return True
-        pinned = self.registry.pinned
-        return len(adapters) + sum(digest not in adapters for digest in pinned) <= num_slots
+        beside = [digest for digest in self.registry.pinned if digest not in adapters]
+        if len(adapters) + len(beside) > num_slots:
+            return False
+        blocks = self.limits.blocks
+        if blocks is None:
+            return True
+        num_left = blocks.num_blocks - sum(map(self.num_blocks, beside))
+        if leaves_spare and len(adapters) > 1:
+            num_left -= blocks.num_spare
+        return num_blocks <= num_left
 
     def is_resident(self, digest: AdapterDigest) -> bool:
         """Whether an adapter's weights are on the device."""
@@ -159,8 +184,18 @@ class Residency:
         num_slots = self.slots.num_slots
         if num_slots is None:
             return True
+        if self.limits.blocks is not None:
+            return self.limits.blocks.num_spare > 0
         num_idle_pins = sum(not self.num_seats(digest) for digest in self.registry.pinned)
         return num_slots - num_idle_pins > (self.limits.max_loras or num_slots)
+
+    def comes_ahead(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter's weights can come before another makes room for it."""
+        if self.limits.blocks is None or self.slots.find(digest) is not None:
+            return self.loads_ahead
+        num_obtainable = self.num_obtainable
+        assert num_obtainable is not None
+        return self.num_blocks(digest) <= num_obtainable
 
     def load_steps(self, digest: AdapterDigest) -> int:
         """For how many steps an adapter could not be used while it came to the device from where
@@ -180,16 +215,29 @@ class Residency:
 
     @property
     def num_obtainable(self) -> int | None:
-        """Slots that `prepare` can give to others sooner or later: not used by anyone who runs,
-        nor pinned. None for no limit."""
-        slots, pinned = self.slots, self.registry.pinned
+        """Slots, or blocks where those are counted, that `prepare` can give to others sooner or
+        later: not used by a running request, nor pinned. None for no limit."""
+        slots, blocks = self.slots, self.limits.blocks
         if slots.num_slots is None:
             return None
-        num_left = slots.num_slots - slots.num_seated
-        if pinned:  # seldom, and this is asked for every adapter that waits
-            owners = [slots.by_owner[d] for d in pinned if d in slots.by_owner]
-            num_left -= sum(slot.num_seats == 0 for slot in owners)
-        return num_left
+        owners = [slots.by_owner[d] for d in self.registry.pinned if d in slots.by_owner]
+        pinned = [slot for slot in owners if slot.num_seats == 0]
+        if blocks is None:
+            return slots.num_slots - slots.num_seated - len(pinned)
+        num_pinned = sum(slot.num_blocks for slot in pinned)
+        return blocks.num_blocks - slots.num_seated_blocks - num_pinned
+
+    def num_obtaining(self, unseated: Sequence[AdapterDigest]) -> int:
+        """How many of the first of these, of which none runs, can be on the device at once."""
+        most = self.num_obtainable
+        if most is None or self.limits.blocks is None:
+            return len(unseated) if most is None else min(most, len(unseated))
+        for count, digest in enumerate(unseated):
+            if digest not in self.registry.pinned:
+                most -= self.num_blocks(digest)
+            if most < 0:
+                return count
+        return len(unseated)
 
     def seat(self, hold: Hold) -> AdapterSlot:
         """The request runs from now on; its weights stay in this slot meanwhile."""
@@ -283,7 +331,8 @@ class Residency:
         return self.transfers.flush()
 
     def stats(self) -> AdapterStats:
-        transfers = self.transfers
+        transfers, blocks = self.transfers, self.limits.blocks
+        num_blocks, size = (0, 0) if blocks is None else (blocks.num_blocks, blocks.block_bytes)
         return AdapterStats(
             num_loaded=len(self.registry.loaded),
             num_draining=len(self.registry.draining),
@@ -299,6 +348,8 @@ class Residency:
             total_host_evictions=self._total_host_evictions,
             total_device_unloads=self._total_device_unloads,
             total_host_unloads=self._total_host_unloads,
+            device_bytes=num_blocks * size,
+            used_device_bytes=(num_blocks - self.slots.num_free_blocks) * size,
         )
 
     # Inside
@@ -314,10 +365,44 @@ class Residency:
             if digest not in self.registry.contents:
                 raise RuntimeError(f"a step wants adapter {digest.hex()}, which is not loaded")
 
-    def _check_pin(self, name: AdapterName, digest: AdapterDigest) -> None:
-        """Refuse to pin the last slot: no other adapter could ever run."""
+    def _pinned_beside(self, name: AdapterName) -> dict[AdapterDigest, AdapterSpec]:
+        """What other names have pinned."""
         loaded = self.registry.loaded.values()
-        pinned = {v.digest for v in loaded if v.is_pinned and v.name != name} | {digest}
+        return {v.digest: v.spec for v in loaded if v.is_pinned and v.name != name}
+
+    def _check_size(self, name: AdapterName, spec: AdapterSpec) -> None:
+        """Refuse what could never run beside pinned adapters."""
+        blocks, limits = self.limits.blocks, self.limits
+        if blocks is None:
+            return
+        pinned = self._pinned_beside(name)
+        num_pinned = sum(limits.num_blocks(s) for d, s in pinned.items() if d != spec.digest)
+        num_blocks = limits.num_blocks(spec)
+        if num_blocks + num_pinned > blocks.num_blocks:
+            size = blocks.block_bytes / 2**20
+            left = (blocks.num_blocks - num_pinned) * size
+            raise RequestError(
+                f"adapter {name!r} takes {num_blocks * size:.1f} MiB on the device, and adapters "
+                f"have {left:.1f} MiB there that are not pinned. "
+                "Unload a pinned adapter, or start the server with --max-loras and a number.",
+                field="lora_name",
+            )
+
+    def _check_pin(self, name: AdapterName, spec: AdapterSpec) -> None:
+        """Refuse to pin the last slot, or memory that another adapter needs: it could never run."""
+        pinned = {**self._pinned_beside(name), spec.digest: spec}
+        blocks, num_blocks = self.limits.blocks, self.limits.num_blocks
+        if blocks is not None:
+            num_pinned = sum(map(num_blocks, pinned.values()))
+            others = (v.spec for v in self.registry.loaded.values() if v.digest not in pinned)
+            if num_pinned + max(map(num_blocks, others), default=1) > blocks.num_blocks:
+                size = blocks.block_bytes / 2**20
+                raise RequestError(
+                    f"adapter {name!r} can't be pinned: pinned adapters would take "
+                    f"{num_pinned * size:.1f} MiB of {blocks.num_blocks * size:.1f} MiB on the "
+                    "device, and another adapter would never fit. Unload a pinned adapter.",
+                    field="pinned",
+                )
         if self.slots.num_slots is not None and len(pinned) >= self.slots.num_slots:
             raise RequestError(
                 f"adapter {name!r} can't be pinned: of {self.slots.num_slots} slots one must stay "
@@ -328,17 +413,17 @@ class Residency:
     def _start_loads(self, absent: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
         """Loads for as many as can have a slot, in order. One that is arriving on the host has a
         slot kept for it; of those without a slot, one may set out for the host."""
-        put_out = self._make_room_on_device(len(absent), keep)
-        num_slots = self.slots.room(len(absent))
+        needs = [self.num_blocks(digest) for digest in absent]
+        put_out = self._make_room_on_device(needs, keep)
+        num_slots = self.slots.room(needs)
         chosen = [digest for digest in absent[:num_slots] if digest not in self.host.arriving]
-        self._load(chosen)
-        self._drop_unused(put_out)
+        self._load(chosen, put_out)
         self._fetch(absent[num_slots:], keep)
 
     def _make_room_on_device(
-        self, count: int, keep: Collection[AdapterDigest]
+        self, needs: Sequence[int], keep: Collection[AdapterDigest]
     ) -> list[tuple[AdapterDigest, SlotRef]]:
-        put_out = self.slots.make_room(count, {*keep, *self.registry.pinned})
+        put_out = self.slots.make_room(needs, {*keep, *self.registry.pinned})
         for digest, _ in put_out:
             self.host.loosen(digest)
             self._total_device_evictions += 1
@@ -351,8 +436,10 @@ class Residency:
             if self.slots.all[ref.slot].owner is None:
                 self.transfers.drop(digest, Tier.DEVICE, ref)
 
-    def _load(self, chosen: list[AdapterDigest]) -> None:
-        """Into free slots, which there are."""
+    def _load(
+        self, chosen: list[AdapterDigest], put_out: list[tuple[AdapterDigest, SlotRef]]
+    ) -> None:
+        """Into free slots, which there are. The memory of those put out is there first."""
         source = {d: Tier.HOST if d in self.host else Tier.STORAGE for d in chosen}
         # All copies that will be used are bound before any is dropped to make room. There is room
         # for all: slots are never more than host copies, and only owners of slots have copies
@@ -361,10 +448,11 @@ class Residency:
         for digest in from_host:
             self.host.bind(digest)
         self._evict_from_host(len(chosen) - len(from_host))
-        for digest in chosen:
+        refs = {digest: self.slots.assign(digest, self.num_blocks(digest)) for digest in chosen}
+        self._drop_unused(put_out)
+        for digest, ref in refs.items():
             self.host.bind(digest)
-            version = self.registry.source(digest)
-            self.transfers.load(version, source[digest], self.slots.assign(digest))
+            self.transfers.load(self.registry.source(digest), source[digest], ref)
 
     def _fetch(self, without_slot: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
         """The first of these that is in storage alone sets out for the host, if none is on its

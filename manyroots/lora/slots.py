@@ -12,13 +12,16 @@ A slot is in exactly one of these states:
 Steps are done in the order they are launched, so that a slot need only remember the last one that
 may use it. A step costs nothing here, however many adapters are in it; only requests that begin
 and end do. Ties break on order: lowest free slot, first to become idle.
+
+Memory may be counted, too: in blocks, of which each owner takes some. A slot is then an address,
+and blocks are what may run out.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from manyroots.ids import AdapterDigest, AdapterSlot, StepId
 from manyroots.step import SlotRef
@@ -32,6 +35,7 @@ class Slot:
         "generation",
         "is_leaving",
         "is_loading",
+        "num_blocks",
         "num_seats",
         "number",
         "owner",
@@ -44,6 +48,8 @@ class Slot:
         self.owner: AdapterDigest | None = None
         self.is_loading = False
         self.is_leaving = False
+        self.num_blocks = 0
+        """Its owner's."""
         self.num_seats = 0
         """Running requests that use it."""
         self.busy_until: StepId | None = None
@@ -57,9 +63,12 @@ class Slot:
 class DeviceSlots:
     """Slots by owner, and the steps that hold on to them."""
 
-    def __init__(self, num_slots: int | None) -> None:
+    def __init__(self, num_slots: int | None, num_blocks: int = 0) -> None:
         self.num_slots = num_slots
         """None: slots are made as needed."""
+        self.num_free_blocks = num_blocks
+        self.num_seated_blocks = 0
+        """Of adapters that running requests use."""
         self.all = [Slot(AdapterSlot(number)) for number in range(num_slots or 0)]
         self.by_owner: dict[AdapterDigest, Slot] = {}
         self.free = [slot.number for slot in self.all]
@@ -84,30 +93,46 @@ class DeviceSlots:
             self.idle[slot.number] = slot
 
     def make_room(
-        self, count: int, keep: Collection[AdapterDigest]
+        self, needs: Sequence[int], keep: Collection[AdapterDigest]
     ) -> list[tuple[AdapterDigest, SlotRef]]:
-        """Free slots until `count` are, or no idle one is left but those of `keep`.
+        """Make room for owners that need so many blocks each, or for as many of the first of them
+        as there can be. Idle owners but those of `keep` are put out, longest idle first.
 
         Gives the owners that were put out, and from where, in order.
         """
-        if self.num_slots is None:
+        if self.num_slots is None or self.room(needs) == len(needs):
             return []
-        victims: list[tuple[AdapterDigest, SlotRef]] = []
-        num_missing = count - len(self.free)
-        for slot in list(self.idle.values()) if num_missing > 0 else ():
-            if len(victims) == num_missing:
+        idle = [slot for slot in self.idle.values() if slot.owner not in keep]
+        num_slots = len(self.free) + len(idle)
+        num_blocks = self.num_free_blocks + sum(slot.num_blocks for slot in idle)
+        count = _num_within(needs, num_slots, num_blocks)
+        num_slots, num_blocks = count - len(self.free), sum(needs[:count]) - self.num_free_blocks
+        chosen: list[Slot] = []
+        for slot in idle:
+            if num_slots <= 0 and num_blocks <= 0:
                 break
+            chosen.append(slot)
+            num_slots -= 1
+            num_blocks -= slot.num_blocks
+        for slot in reversed(chosen[:-1]):  # the last was needed, whatever came before it
+            if num_slots < 0 and num_blocks + slot.num_blocks <= 0:
+                chosen.remove(slot)
+                num_slots += 1
+                num_blocks += slot.num_blocks
+        victims: list[tuple[AdapterDigest, SlotRef]] = []
+        for slot in chosen:
             assert slot.owner is not None
-            if slot.owner not in keep:
-                victims.append((slot.owner, slot.ref))
-                self.disown(slot.owner)
+            victims.append((slot.owner, slot.ref))
+            self.disown(slot.owner)
         return victims
 
-    def room(self, count: int) -> int:
-        """How many of `count` new owners there are free slots for."""
-        return count if self.num_slots is None else min(count, len(self.free))
+    def room(self, needs: Sequence[int]) -> int:
+        """How many of the first of these new owners there is room for now."""
+        if self.num_slots is None:
+            return len(needs)
+        return _num_within(needs, len(self.free), self.num_free_blocks)
 
-    def assign(self, digest: AdapterDigest) -> SlotRef:
+    def assign(self, digest: AdapterDigest, num_blocks: int = 0) -> SlotRef:
         """A new owner for a free slot, whose weights are on their way."""
         if not self.free and self.num_slots is None:
             self.all.append(Slot(AdapterSlot(len(self.all))))
@@ -115,6 +140,8 @@ class DeviceSlots:
         else:
             slot = self.all[heapq.heappop(self.free)]
         slot.owner = digest
+        slot.num_blocks = num_blocks
+        self.num_free_blocks -= num_blocks
         slot.generation += 1
         slot.is_loading = True
         self.by_owner[digest] = slot
@@ -139,6 +166,8 @@ class DeviceSlots:
 
     def _vacate(self, slot: Slot) -> None:
         slot.owner = None
+        self.num_free_blocks += slot.num_blocks
+        slot.num_blocks = 0
         slot.is_leaving = False
         heapq.heappush(self.free, slot.number)
 
@@ -149,6 +178,7 @@ class DeviceSlots:
         slot = self.by_owner[digest]
         if slot.num_seats == 0:
             self.num_seated += 1
+            self.num_seated_blocks += slot.num_blocks
             self.idle.pop(slot.number, None)
         slot.num_seats += 1
         return slot.number
@@ -162,6 +192,7 @@ class DeviceSlots:
             self.cooling.append((slot.busy_until, slot))
         if slot.num_seats == 0:
             self.num_seated -= 1
+            self.num_seated_blocks -= slot.num_blocks
             if slot.busy_until is None:
                 self.idle[slot.number] = slot
 
@@ -189,3 +220,12 @@ class DeviceSlots:
             elif slot.num_seats == 0:
                 self.idle[slot.number] = slot
         return freed
+
+
+def _num_within(needs: Sequence[int], num_slots: int, num_blocks: int) -> int:
+    """How many of the first of these, each with a slot and blocks, so much room holds."""
+    for count, need in enumerate(needs[:num_slots]):
+        num_blocks -= need
+        if num_blocks < 0:
+            return count
+    return min(len(needs), num_slots)

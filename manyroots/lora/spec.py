@@ -36,3 +36,5 @@ class AdapterSpec:
     invocation_tokens: tuple[int, ...] | None = None
     """aLoRA: the adapter acts from the last place in the prompt where these begin; None for an
     ordinary adapter, which acts everywhere."""
+    device_bytes: int | None = None
+    """What they take on the device of one rank, with padding; None: `num_bytes`."""

@@ -113,6 +113,8 @@ class AdapterCounts(Collector):
         for name, text, value in (
             ("slots_total", "Device slots for adapters.", stats.num_slots),
             ("slots_used", "Device slots that are taken.", stats.num_on_device + stats.num_loading),
+            ("bytes_total", "Device memory for adapters (--max-loras auto).", stats.device_bytes),
+            ("bytes_used", "Device memory that adapters take.", stats.used_device_bytes),
             ("running", "Distinct adapters in the batch.", stats.num_running),
             ("loading", "Adapters on their way to the device.", stats.num_loading),
             ("draining", "Unloaded versions that requests still use.", stats.num_draining),

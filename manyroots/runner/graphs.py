@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -165,6 +165,15 @@ class Graphs:
         for key in track(keys, total=len(keys), label="Capturing graphs"):
             if key not in self._graphs:
                 self._graphs[key] = self._capture(key)
+
+    def launch_all(self, mixed: Sequence[MixedShape]) -> None:
+        """Every kind of step once, kernel by kernel; rare kinds, too."""
+        sizes = [GraphKey(size, kind) for size in self._sizes for kind in self._kinds]
+        keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
+        few = [*sizes, *keys[: len(self._kinds)], *keys[-len(self._kinds) :]]
+        for key in (*sizes, *keys, *(replace(key, shares=True) for key in few)):
+            views = send(self._blank(key), self._device)
+            self._choose(self._model(views, key), views)
 
     def measure(self, num_kinds: int, mixed: Sequence[MixedShape]) -> int:
         """Bytes that all graphs will take, of so many kinds for each size: the largest ones',

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from manyroots.kernels.compile_ahead import compile_ahead
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.runner.forward import Forward
 from manyroots.runner.graphs import Graphs
@@ -51,8 +52,22 @@ class Warmup:
     def warm_up(self, max_num_tokens: int, *, has_adapters: bool) -> None:
         """Compile and capture what the first requests would otherwise wait for, with steps of at
         most so many tokens."""
+        self._compile(max_num_tokens, has_adapters=has_adapters)
         if self._graphs is not None:
             self._graphs.capture_all(self._mixed(max_num_tokens))
+        self._prefills(has_adapters=has_adapters)
+
+    def _compile(self, max_num_tokens: int, *, has_adapters: bool) -> None:
+        """All that warming up launches, several kernels at a time."""
+
+        def launch_all() -> None:
+            if self._graphs is not None:
+                self._graphs.launch_all(self._mixed(max_num_tokens))
+            self._prefills(has_adapters=has_adapters)
+
+        compile_ahead(launch_all)
+
+    def _prefills(self, *, has_adapters: bool) -> None:
         for count in sorted({min(tokens, self._max_len) for tokens in WARM_TOKENS}):
             for with_adapters in (False, True) if has_adapters else (False,):
                 self._prefill(count, with_adapters=with_adapters)
@@ -60,6 +75,7 @@ class Warmup:
     def measure(self, max_num_tokens: int, num_kinds: int) -> int:
         """Bytes that steps of so many tokens take beyond what there is, graphs of so many kinds
         included. Measured by computing one, with every row sampled in the way that takes most."""
+        self._compile(max_num_tokens, has_adapters=False)
         count = min(max_num_tokens, self._max_len)
         hidden = self._peak_bytes(lambda: self._prefill(count, with_adapters=False))
         sampling = self._peak_bytes(self._sample)

@@ -53,11 +53,15 @@ class EntryState(enum.Enum):
 class Entry:
     """One adapter with unfinished requests. Only `AdapterSlices` changes it."""
 
-    __slots__ = ("adapter", "num_requests", "paused", "since", "started", "state")
+    __slots__ = ("adapter", "num_blocks", "num_requests", "paused", "since", "started", "state")
 
-    def __init__(self, adapter: AdapterDigest | None, state: EntryState) -> None:
+    def __init__(
+        self, adapter: AdapterDigest | None, state: EntryState, num_blocks: int = 0
+    ) -> None:
         self.adapter = adapter
         self.state = state
+        self.num_blocks = num_blocks
+        """What its weights take of the device's blocks."""
         self.since = StepId(0)
         """When it entered its state; of a running entry, when its quantum began."""
         self.started = StepId(0)
@@ -93,6 +97,9 @@ class AdapterSlices:
         self.entries: dict[AdapterDigest, Entry] = {}
         self.active: dict[AdapterDigest, Entry] = {}
         """Those that are loading or running: what must fit at once."""
+        self.num_blocks = 0
+        """What all entries take."""
+        self._num_active_blocks = 0
         self.paused: dict[Entry, None] = {}
         self.num_paused_requests = 0
         self.total_pauses = 0
@@ -143,7 +150,9 @@ class AdapterSlices:
         """A request of an adapter was submitted."""
         entry = self.entries.get(adapter)
         if entry is None:
-            entry = self.entries[adapter] = Entry(adapter, EntryState.WAITING)
+            num_blocks = self._adapters.num_blocks(adapter)
+            entry = self.entries[adapter] = Entry(adapter, EntryState.WAITING, num_blocks)
+            self.num_blocks += num_blocks
         entry.num_requests += 1
 
     def leave(self, adapter: AdapterDigest) -> None:
@@ -153,6 +162,7 @@ class AdapterSlices:
         if not entry.num_requests:
             self._move(entry, EntryState.WAITING)
             del self.entries[adapter]
+            self.num_blocks -= entry.num_blocks
 
     def seated(self, adapter: AdapterDigest) -> None:
         """A request of an adapter is about to run."""
@@ -191,12 +201,14 @@ class AdapterSlices:
     def _move(self, entry: Entry, state: EntryState) -> None:
         """The one place at which an entry changes its state."""
         assert entry.adapter is not None
-        self.active.pop(entry.adapter, None)
+        if self.active.pop(entry.adapter, None) is not None:
+            self._num_active_blocks -= entry.num_blocks
         self.paused.pop(entry, None)
         if state is EntryState.PAUSED:
             self.paused[entry] = None
         elif state is not EntryState.WAITING:
             self.active[entry.adapter] = entry
+            self._num_active_blocks += entry.num_blocks
         if state is EntryState.RUNNING:
             entry.started = self.step_id
         entry.state = state
@@ -212,8 +224,19 @@ class AdapterSlices:
             return False
         return adapter in self.active or self._fits_too(adapter)
 
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether not all entries can run at once."""
+        return not self._adapters.fits(self.entries, self.num_blocks)
+
     def _fits_too(self, adapter: AdapterDigest) -> bool:
-        return self._adapters.fits([*self.active, adapter])
+        num_blocks = self._num_active_blocks + self.entries[adapter].num_blocks
+        return self._fit([*self.active, adapter], num_blocks)
+
+    def _fit(self, adapters: Collection[AdapterDigest], num_blocks: int) -> bool:
+        """Whether these of the entries can run at once, and weights still load ahead if not all
+        entries can."""
+        return self._adapters.fits(adapters, num_blocks, leaves_spare=self._is_crowded)
 
     def open_lanes(self) -> dict[AdapterDigest | None, None]:
         """Adapters that requests wait for and that may run now."""
@@ -262,7 +285,7 @@ class AdapterSlices:
         self.step_id = step_id
         self._without_room = set()
         self._claims = []
-        if self.paused or not self._adapters.fits(self.entries):
+        if self.paused or self._is_crowded:
             self._free_unwanted(loaded, has_room)
             self._claims = self._in_order(loaded)
             self._choose(has_room, pause)
@@ -328,7 +351,8 @@ class AdapterSlices:
                 head = None  # It may still run for its paused requests.
                 victims = [] if fits else self._victims_for(entry, head)
             is_resident = self._adapters.is_resident(entry.adapter)
-            if victims is None or (victims and not is_resident and self._adapters.loads_ahead):
+            comes_ahead = not is_resident and self._adapters.comes_ahead(entry.adapter)
+            if victims is None or (victims and comes_ahead):
                 if self._is_urgent(entry, head):
                     return  # Nothing overtakes the next entry.
                 continue
@@ -349,6 +373,7 @@ class AdapterSlices:
             order = [e for e in order if self._importance(e, None) >= own]
             order.sort(key=lambda e: -self._importance(e, None))
         left, num_rows, quantum_steps = dict(self.active), 0, self.quantum_steps
+        num_blocks = self._num_active_blocks + entry.num_blocks
         for count, victim in enumerate(order, 1):
             is_young = self._age(victim) < quantum_steps
             if is_young or victim.state is not EntryState.RUNNING:
@@ -357,7 +382,8 @@ class AdapterSlices:
             assert entry.adapter is not None
             del left[victim.adapter]
             num_rows += self._num_rows(victim)
-            if self._adapters.fits([*left, entry.adapter]):
+            num_blocks -= victim.num_blocks
+            if self._fit([*left, entry.adapter], num_blocks):
                 may_displace = self._is_urgent(entry, head) or len(entry.paused) >= num_rows
                 return order[:count] if may_displace else None
         return None
@@ -468,6 +494,7 @@ class AdapterSlices:
         wanted += self._waiting.next_adapters(count, adapters.slots.by_owner)
         unseated = [d for d in dict.fromkeys(wanted) if d and not adapters.num_seats(d)]
         unseated.sort(key=(without_room | self._without_room).__contains__)
+        most = adapters.num_obtaining(unseated)
         # Not the ones beyond that have a slot: it is up for others.
         beyond = [d for d in unseated[most:] if adapters.slots.find(d) is None]
         if unseated:

@@ -33,6 +33,7 @@ def states_are_listed(slices: AdapterSlices) -> None:
         assert is_paused == (entry in slices.paused), f"{entry.state} and in the wrong list"
         assert not is_paused or entry.paused, "an entry is paused and none of its requests is"
     assert slices.entries.keys() >= slices.active.keys(), "an entry without requests may run"
+    assert slices.num_blocks == sum(e.num_blocks for e in slices.entries.values())
     is_few = not slices.max_loras or len(slices.active) <= slices.max_loras
     assert is_few, "more adapters may run than --max-loras allows"
 

@@ -5,14 +5,19 @@ graph holds the addresses of the pool and of the tables, so both stay where they
 load only changes what they hold. That is safe without waiting: whoever decides loads gives no slot
 that a launched step uses, and lets no step use it before the load is answered.
 
+Without blocks a region is memory for the largest adapter there may be. With blocks (--max-loras
+auto) it is addresses alone, and an adapter has as many blocks there as it needs; how many there are
+is counted by whoever decides loads.
+
 On a CPU regions are laid out for torch's operators (`adapter_transposed.py`), which get each slot's
 weights as views; there a slot takes what its adapter needs, and nothing while it is empty.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,10 +37,13 @@ from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
 from manyroots.store.adapter_tables import SiteTables, SlotRows
 from manyroots.store.adapter_transposed import TransposedRegion, aligned
 from manyroots.store.adapter_weights import AdapterWeights
+from manyroots.store.mapped_device import MappedDevice
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
 S = TypeVar("S", bound=PoolSite)
 _RowsOfTwo = tuple[list[SlotRows], list[SlotRows]]
+Cut = Callable[[str, int, int], tuple[int, int]]
+"""A target, and the sizes of a pair's A and B -> those of a rank's part."""
 
 
 class AdapterPool:
@@ -47,14 +55,16 @@ class AdapterPool:
         *,
         num_slots: int,
         num_at_once: int | None = None,
+        num_blocks: int | None = None,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
         is_transposed: bool | None = None,
         max_stack_bytes: int | None = None,
     ) -> None:
-        """`parts` are the model's. Room is for `num_slots` adapters of every part and rank.
-        `num_at_once`: how many of them a step has at most; None for all.
+        """`parts` are the model's. Room is for `num_slots` adapters of every part and rank, or for
+        as many of them as `num_blocks` hold. `num_at_once`: how many of them a step has at most;
+        None for all.
 
         `is_transposed`: for torch's operators instead of Triton's kernels; it has a default by
         device, as the next one does. `max_stack_bytes`: see `Stacks`.
@@ -68,7 +78,8 @@ class AdapterPool:
         if device.type == "cpu":
             self._region = -(-self._region // PAGE_BYTES) * PAGE_BYTES
         self._host: UntouchedMemory | None = None
-        self._pool = self._allocate(dtype, device)
+        self._mapped: MappedDevice | None = None
+        self._pool = self._allocate(num_blocks, dtype, device)
         self._stream = _stream(device) if device.type == "cuda" else None
         self._linears = self._tables(TargetKind.LINEAR, LinearSite, lambda count: 2 + 3 * count)
         self._lookups = self._tables(TargetKind.EMBEDDING, EmbeddingSite, lambda _: 3)
@@ -111,6 +122,15 @@ class AdapterPool:
         if unknown:
             raise RuntimeError(f"the adapter changes {unknown[0]}, which this model does not have")
         self.clear(slot)
+        if self._mapped is not None:
+            self._mapped.take(slot, pooled_bytes(weights, is_transposed=False))
+        try:
+            self._load(slot, weights)
+        except BaseException:
+            self.clear(slot)
+            raise
+
+    def _load(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         if self.is_transposed:
             self._place_transposed(slot, weights)
         elif self._stream is None:
@@ -127,6 +147,8 @@ class AdapterPool:
         if weights is not None:
             self.stacks.forget(weights)
             self._give_back(slot)
+        if self._mapped is not None:
+            self._mapped.give_back(slot)
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         memory = Region(self._pool, slot * self._region)
@@ -181,12 +203,17 @@ class AdapterPool:
             size = self._region * self._pool.element_size()
             self._host.give_back(slot * size, size)
 
-    def _allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate(self, num_blocks: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
         size = self.num_slots * self._region
         try:
+            if device.type != "cpu" and num_blocks is not None:
+                per_region = self._region * dtype.itemsize
+                self._mapped = MappedDevice(self.num_slots, per_region, num_blocks, device)
+                self._region = self._mapped.region_bytes // dtype.itemsize
+                return self._mapped.data.view(dtype)
             if device.type != "cpu":
                 return torch.zeros(size, dtype=dtype, device=device)
-            self._host = UntouchedMemory(size * dtype.itemsize)
+            self._host = UntouchedMemory(size * dtype.itemsize, is_counted=num_blocks is None)
             return self._host.data.view(dtype)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
@@ -221,6 +248,28 @@ class AdapterPool:
         if self.is_transposed:
             return sum(aligned(half, dtype) for half in halves)
         return sum(rounded(half) for half in halves)
+
+
+def pooled_bytes(weights: AdapterWeights, *, is_transposed: bool, cut: Cut | None = None) -> int:
+    """What an adapter takes in the pool. `cut`: what a rank has of each pair."""
+    dtype, total = weights.buffer.dtype, 0
+    for name, rank, *halves in _half_sizes(weights):
+        for size in halves if cut is None else cut(name, *halves):
+            if is_transposed:
+                total += aligned(size, dtype)
+            else:
+                total += rounded(size // rank * pooled_rank(rank))
+    return total * dtype.itemsize
+
+
+def _half_sizes(weights: AdapterWeights) -> Iterator[tuple[str, int, int, int]]:
+    """Of each pair, without a look at it where the form says it all."""
+    if weights.form is not None:
+        for pair in weights.form.pairs:
+            yield pair.target, pair.rank, math.prod(pair.a_shape), math.prod(pair.b_shape)
+        return
+    for name, found in weights.pairs.items():
+        yield name, found.rank, found.a.numel(), found.b.numel()
 
 
 def pooled_rank(rank: int) -> int:

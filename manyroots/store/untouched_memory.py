@@ -14,16 +14,21 @@ import torch
 from torch import Tensor
 
 PAGE_BYTES = mmap.PAGESIZE
+_MAP_NORESERVE = 0x4000
+"""Linux's; Python names it from 3.13 on."""
 
 
 class UntouchedMemory:
     """Zeros, until somebody writes to them."""
 
-    def __init__(self, num_bytes: int) -> None:
-        """MemoryError for more than the machine has."""
-        if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            raise MemoryError(f"{num_bytes} bytes")
+    def __init__(self, num_bytes: int, *, is_counted: bool = True) -> None:
+        """MemoryError for more than the machine has; unless another counts what is used of it
+        (`is_counted` False), and these are addresses alone."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if not is_counted:
+            flags |= _MAP_NORESERVE
+        elif num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise MemoryError(f"{num_bytes} bytes")
         try:
             self._pages = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
         except OSError as error:

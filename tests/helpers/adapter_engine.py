@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,10 +24,10 @@ from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import LoraSettings, SchedulerSettings
 from manyroots.engine.adapter_directory import AdapterDirectory, AdapterFiles
-from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
 from manyroots.lora.audit import audit as audit_adapters
+from manyroots.lora.limits import AdapterLimits, DeviceBlocks
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, LoadLora, LoraReply, Output, Submit, UnloadLora
@@ -36,7 +37,7 @@ from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import LoadAdapter, LoadId, Plan, Runner, StepResult
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.adapter_pool import AdapterPool
+from manyroots.store.adapter_pool import AdapterPool, pooled_bytes
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.helpers.patience import PATIENCE_S
@@ -47,8 +48,9 @@ CPU = torch.device("cpu")
 VOCAB = 97
 PAGE_SIZE = 4
 MAX_LEN = 48
-MOST_SLOTS = 64
+MOST_SLOTS = 256
 """Where no cap is set."""
+BLOCK_BYTES = 4096
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -124,10 +126,13 @@ class AdapterEngine:
         budget: int = 64,
         max_loras: int = 2,
         max_cpu_loras: int = 0,
+        num_blocks: int | None = None,
         records_events: bool = False,
         adapter_quantum_steps: int | None = None,
     ) -> None:
-        """`names` are known from the start: name and content."""
+        """`names` are known from the start: name and content. `num_blocks`: of memory that adapters
+        share, as with --max-loras auto, in the place of `max_loras`."""
+        max_loras = max_loras if num_blocks is None else 0
         modules = tuple(LoraModule(name, world.path(at)) for name, at in (names or {}).items())
         lora = LoraSettings(
             enable_lora=True, lora_modules=modules, max_loras=max_loras, max_cpu_loras=max_cpu_loras
@@ -137,10 +142,14 @@ class AdapterEngine:
         self.reads: Counter[str] = Counter()
         """How often each folder was read."""
         self.before_read: Callable[[], object] = lambda: None
-        self.residency = Residency(adapter_limits(lora, lora.max_loras))
+        blocks = None
+        if num_blocks is not None:
+            blocks = DeviceBlocks(num_blocks, BLOCK_BYTES, num_slots=MOST_SLOTS)
+        limits = AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras, blocks=blocks)
+        self.residency = Residency(limits)
         self.pool = AdapterPool(
             self.model.lora_parts(), num_slots=self.residency.limits.num_slots or MOST_SLOTS,
-            max_rank=16, dtype=torch.float32, device=CPU,
+            num_blocks=num_blocks, max_rank=16, dtype=torch.float32, device=CPU,
         )  # fmt: skip
         self.loader = AdapterLoader(lambda path: self._read(Path(path), None)[1], self.pool)
         self.cache = PrefixCache(
@@ -171,10 +180,11 @@ class AdapterEngine:
     ) -> tuple[AdapterSpec, AdapterWeights]:
         self.reads[folder.name] += 1
         self.before_read()
-        return read_adapter(
+        spec, weights = read_adapter(
             folder, self.world.targets, max_rank=16, dtype=torch.float32,
             vocab_size=VOCAB, allowed_dirs=allowed,
         )  # fmt: skip
+        return replace(spec, device_bytes=pooled_bytes(weights, is_transposed=True)), weights
 
     def submit(
         self,

@@ -14,7 +14,7 @@ from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
 from manyroots.lora.audit import audit as audit_adapters
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import AdapterLimits, DeviceBlocks
 from manyroots.lora.residency import Residency
 from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
@@ -129,6 +129,7 @@ class SchedulerHarness:
         max_loras: int = 0,
         max_cpu_loras: int = 0,
         num_spare_slots: int = 0,
+        blocks: DeviceBlocks | None = None,
         policy: str = "fcfs",
         adapter_quantum_steps: int | None = None,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
@@ -156,7 +157,10 @@ class SchedulerHarness:
         )
         longest = max_model_len or num_pages * page_size
         limits = AdapterLimits(
-            max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
+            num_spare_slots=num_spare_slots,
+            blocks=blocks,
         )
         self.adapters = Residency(limits)
         self.scheduler = Scheduler(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
+from manyroots.lora.limits import DeviceBlocks
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler.slices import OVERDUE_STEPS
@@ -30,8 +32,7 @@ class Crowd:
         self._num_steps = 0
         num_places = rng.choice([1, 2, 3, 5])
         self.engine = SchedulerHarness(
-            max_loras=num_places,
-            num_spare_slots=rng.choice([0, 1, 2]),
+            **self._room(num_places),
             max_num_seqs=rng.choice([4, 8, 16]),
             num_pages=rng.choice([120, 2000]),
             budget=64,
@@ -43,12 +44,20 @@ class Crowd:
         )
         self.names = [f"adapter {n}" for n in range(num_places * rng.randint(2, 12))]
         for name in self.names:
-            spec = AdapterSpec(AdapterDigest(name.encode()), 8, 100)
+            spec = AdapterSpec(AdapterDigest(name.encode()), 8, self._size())
             self.engine.scheduler.load_adapter(AdapterName(name), spec, path=name)
         self.longest = rng.choice([12, 60, 150])
         self.requests: dict[int, tuple[Submit, str | None]] = {}
         self.pauses: list[int] = []
         self._last: dict[int, tuple[int, int]] = {}
+
+    def _room(self, num_places: int) -> dict[str, Any]:
+        """What the device has for adapters."""
+        return {"max_loras": num_places, "num_spare_slots": self.rng.choice([0, 1, 2])}
+
+    def _size(self) -> int:
+        """Bytes of an adapter."""
+        return 100
 
     def _finish_loads(self, loads: list[LoadAdapter]) -> list[AdapterLoaded]:
         for load in loads:
@@ -95,6 +104,17 @@ class Crowd:
             if self.engine.last(number).finish_reason is FinishReason.LENGTH:
                 assert self.engine.tokens(number) == want
         assert self.engine.cache.stats().planes[0].num_held == 0
+
+
+class InBlocks(Crowd):
+    """Adapters of many sizes share memory that holds few of them."""
+
+    def _room(self, num_places: int) -> dict[str, Any]:
+        num_blocks = num_places * self.rng.choice([8, 11])
+        return {"blocks": DeviceBlocks(num_blocks, block_bytes=10, num_slots=64)}
+
+    def _size(self) -> int:
+        return self.rng.choice([10, 20, 40, 80])
 
 
 class RowsTaken(Crowd):
@@ -176,6 +196,14 @@ def test_l07_mixes_in_which_a_pause_was_too_long(seed: int) -> None:
     """L07: a later entry ran before one that was overdue and whose weights were on their way; a
     request whose row was taken never resumed when its adapter ran for a step at a time."""
     check_seed(seed, 150)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a01_adapters_of_many_sizes_in_too_little_memory(seed: int) -> None:
+    """A01, L07: blocks are what runs out; each request ends, and no pause is longer than stated."""
+    crowd = InBlocks(seed)
+    crowd.run(100)
+    crowd.check()
 
 
 @pytest.mark.parametrize("seed", [0, 127])

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,14 @@ from manyroots.bench.table_rows import (
     RUNS,
     TableRow,
     TableRun,
+    first_seconds,
+    first_share,
+    first_token_beside,
     seconds,
     share_of_time,
     slowest_first,
+    start_seconds,
+    warm_seconds,
 )
 from manyroots.cli.main import _parser, main
 
@@ -70,6 +76,24 @@ def test_a_table_has_every_row_of_its_runs_as_their_reports_say(tmp_path: Path) 
     assert medians == [many["share_of_base"], p99[0] / p99[1], many["seconds"]["median"]]
     for row in rows.values():
         assert 0 < row["least"] <= row["median"] * 1.0001 <= row["most"] * 1.0002
+
+
+def test_rows_tell_first_runs_from_warm_ones() -> None:
+    """A02: a user meets the first run, in which files are read."""
+
+    def case(name: str, p50: float) -> dict[str, Any]:
+        first = {"time_to_first_token_s": {"p50": {"median": p50}}}
+        return {"case": name, "run_seconds": [16.0, 13.0, 12.0], "start_s": 40.5, **first}
+
+    base = {"seconds": {"median": 8.0}}
+    report = {"cases": [{**case("one", 0.4), "base": base}, case("other", 0.1)]}
+    assert first_seconds("one")(report) == (16.0, 16.0, 16.0)
+    assert warm_seconds("one")(report) == (12.5, 12.0, 13.0)
+    assert first_share("one")(report) == (0.5, 0.5, 0.5)
+    assert start_seconds("one")(report) == (40.5, 40.5, 40.5)
+    assert first_token_beside("one", "other")(report)[0] == pytest.approx(4.0)
+    report["cases"][0]["run_seconds"] = [16.0]
+    assert warm_seconds("one")(report) == (16.0, 16.0, 16.0)
 
 
 def test_a_run_that_fails_is_said_and_those_behind_it_run(tmp_path: Path) -> None:

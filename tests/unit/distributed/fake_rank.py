@@ -114,12 +114,12 @@ class Part:
         return 100 - self.shard.rank
 
     @property
-    def num_slots(self) -> int:
+    def adapter_room(self) -> int:
         return 9 - self.shard.rank
 
     def start(self, start: StartSteps, tell: follower.Tell) -> Steps:
         assert start.num_units == (100 - (self.shard.size - 1), 30)
-        assert start.num_slots == min(7, 9 - (self.shard.size - 1))
+        assert start.adapter_room == min(7, 9 - (self.shard.size - 1))
         join_group(self.shard, self.folder, device_type="cpu")
         return Steps(self.shard, tell)
 

@@ -42,7 +42,7 @@ class Ranked:
         shard = Shard(0, size)
         self.ranks = Ranks(size, engine_settings({"model": "fake"}), command=COMMAND)
         fits = self.ranks.wait_until_loaded()
-        start = StartSteps((min(100, fits.num_pages), 30), min(7, fits.num_slots), 64)
+        start = StartSteps((min(100, fits.num_pages), 30), min(7, fits.adapter_room), 64)
         self.ranks.send(RankMessageKind.START, start)
         join_group(shard, self.ranks.folder, device_type="cpu")
         self.runner = RankedRunner(

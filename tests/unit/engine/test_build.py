@@ -6,19 +6,18 @@ import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from manyroots.config import engine_settings
-from manyroots.engine.adapter_runtime import adapter_limits
+from manyroots.config import EngineSettings, engine_settings
+from manyroots.engine.adapter_runtime import MAX_OPEN_SLOTS, Adaptable, adapter_limits
 from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.memory import (
     LEAST_PAGE_BYTES,
     LIBRARY_RESERVE_BYTES,
-    MAX_OPEN_SLOTS,
-    count_slots,
+    count_adapter_room,
 )
 from manyroots.errors import ConfigError
 from manyroots.layers.memories import KV
@@ -56,52 +55,94 @@ def test_l05_the_cap_on_adapters_comes_from_the_settings(model: str) -> None:
 
 
 @pytest.mark.parametrize(("max_cpu_loras", "expected"), [(0, MAX_OPEN_SLOTS), (7, 7)])
-def test_l05_no_cap_on_adapters_is_as_many_as_fit(
-    model: str, max_cpu_loras: int, expected: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("asked", ["auto", 0])
+def test_l05_no_cap_on_adapters_is_as_many_as_memory_holds(
+    model: str,
+    asked: str | int,
+    max_cpu_loras: int,
+    expected: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """L05: --max-loras 0 is a number at start, which the log says and the scheduler keeps to."""
+    """L02, L05: --max-loras auto counts blocks of memory, as the log says, and no adapters."""
     with caplog.at_level("INFO"):
-        engine = build(model, enable_lora=True, max_loras=0, max_cpu_loras=max_cpu_loras)
+        engine = build(model, enable_lora=True, max_loras=asked, max_cpu_loras=max_cpu_loras)
     limits = engine.loop._scheduler._adapters.limits
-    assert (limits.max_loras, limits.num_slots) == (expected, expected)
-    assert engine.info.max_loras == expected
-    assert f"adapters: {expected} slots (as many as fit: --max-loras 0)" in caplog.text
+    assert (limits.max_loras, limits.num_slots) == (0, expected)
+    assert limits.blocks is not None
+    assert limits.blocks.num_blocks * limits.blocks.block_bytes >= 2**28
+    assert engine.info.max_loras == min(expected, 256)
+    assert "in blocks of 0.06 MiB (--max-loras auto)" in caplog.text
     engine.loop.close()
 
 
 @pytest.mark.parametrize("max_num_seqs", [4, 300])
-def test_l02_where_memory_holds_as_many_as_a_step_has_rows_there_is_no_cap(
-    model: str, max_num_seqs: int
-) -> None:
-    """L02: --max-loras 0 leaves no row without a slot for its adapter."""
-    engine = build(model, enable_lora=True, max_loras=0, max_num_seqs=max_num_seqs)
-    assert engine.info.max_loras == max(MAX_OPEN_SLOTS, max_num_seqs)
+def test_l02_a_step_may_have_as_many_adapters_as_rows(model: str, max_num_seqs: int) -> None:
+    """L02: --max-loras is auto unless it is said; no row is left without a slot."""
+    engine = build(model, enable_lora=True, max_num_seqs=max_num_seqs)
+    assert engine.info.max_loras == max_num_seqs
     engine.loop.close()
 
 
 @pytest.mark.parametrize(
-    ("free_gib", "cache", "slot_gib", "expected"),
+    ("free_gib", "cache", "slot_gib", "known_gib", "expected"),
     [
-        (40, {}, 1.0, 10),
-        (40, {"kv_cache_memory_bytes": 20 * 2**30}, 1.0, 5),
-        (40, {"num_gpu_blocks_override": 36 * 1024}, 0.25, 4),
-        (40, {}, 0.001, MAX_OPEN_SLOTS),
-        (2, {}, 1.0, 1),
+        (40, {}, 0.001, 0, 5),
+        (40, {}, 0.001, 6, 7.5),
+        (40, {}, 0.001, 60, 10),
+        (40, {}, 1, 0, 8),
+        (40, {}, 2, 0, 10),
+        (40, {"kv_cache_memory_bytes": 20 * 2**30}, 1, 0, 5),
+        (40, {"num_gpu_blocks_override": 36 * 1024}, 0.25, 0, 1),
     ],
 )
-def test_slots_that_fit_on_a_gpu_take_a_quarter_of_what_weights_and_given_pages_leave(
+def test_memory_for_adapters_on_a_gpu_is_a_share_of_what_weights_leave(
     free_gib: int,
     cache: dict[str, int],
     slot_gib: float,
-    expected: int,
+    known_gib: float,
+    expected: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A page is a MiB here. At least one slot: whether that fits is said when pages are counted."""
+    """W06: an eighth, and up to a quarter where adapters that are known, or eight of the maximum
+    rank, need it. A page is a MiB here, and a block is two."""
     free = free_gib * 2**30 + LIBRARY_RESERVE_BYTES
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 0))
-    settings = engine_settings({"model": "m", "enable_lora": True, "max_loras": 0, **cache})
-    gpu = torch.device("cuda")
-    assert count_slots(settings, int(slot_gib * 2**30), 2**20, gpu) == expected
+    settings = engine_settings({"model": "m", "enable_lora": True, **cache})
+    num_blocks = count_adapter_room(
+        settings,
+        slot_bytes=int(slot_gib * 2**30),
+        block_bytes=2 << 20,
+        known_bytes=int(known_gib * 2**30),
+        page_bytes=2**20,
+        device=torch.device("cuda"),
+    )
+    assert num_blocks * 2 == expected * 1024
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "slot_gib", "expected"),
+    [(40, 1.0, 8), (40, 2.0, 5), (40, 0.001, 256), (2, 1.0, 1)],
+)
+def test_where_memory_cannot_be_mapped_the_share_is_slots(
+    free_gib: int, slot_gib: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least one slot: whether that fits is said when pages are counted."""
+    free = free_gib * 2**30 + LIBRARY_RESERVE_BYTES
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 0))
+    settings = engine_settings({"model": "m", "enable_lora": True})
+    assert room(settings, slot_gib) == expected
+
+
+def room(settings: EngineSettings, slot_gib: float) -> int:
+    """In slots, on a GPU."""
+    return count_adapter_room(
+        settings,
+        slot_bytes=int(slot_gib * 2**30),
+        block_bytes=None,
+        known_bytes=0,
+        page_bytes=2**20,
+        device=torch.device("cuda"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,9 +162,9 @@ def test_slots_to_spare_are_a_quarter_of_the_others_where_they_take_next_to_noth
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 0))
     asked = {"model": "m", "enable_lora": True, "max_loras": max_loras}
     settings = engine_settings({**asked, "max_cpu_loras": max_cpu_loras})
-    slots = count_slots(settings, int(slot_gib * 2**30), 2**20, torch.device("cuda"))
+    slots = room(settings, slot_gib)
     assert slots == expected
-    limits = adapter_limits(settings.lora, slots)
+    limits = adapter_limits(settings.lora, slots, cast(Adaptable, None))
     assert (limits.max_loras, limits.num_slots) == (max_loras, expected)
 
 

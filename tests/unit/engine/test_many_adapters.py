@@ -12,12 +12,13 @@ from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.lora.targets import adapter_bytes
 from manyroots.sampling import SamplingParams
-from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
+from tests.helpers.adapter_engine import BLOCK_BYTES, AdapterEngine, TinyWorld
 from tests.helpers.adapter_folders import Recipe
 
 NUM_ADAPTERS = 200
+RANKS = (1, 2, 3, 8, 16)
 RECIPES = {
-    f"n{index}": Recipe(rank=1 + index % 2, modules=("q_proj",), seed=index)
+    f"n{index}": Recipe(rank=RANKS[index % len(RANKS)], modules=("q_proj",), seed=index)
     for index in range(NUM_ADAPTERS)
 }
 
@@ -92,7 +93,9 @@ def test_memory_stays_within_the_limits_when_all_are_used_in_turn(world: TinyWor
         max_cpu_loras=max_cpu_loras,
     )  # fmt: skip
     queries = {name: t for name, t in world.targets.items() if name.endswith("q_proj")}
-    most = adapter_bytes(queries, 2, 4) + 64 * 2 * len(queries)  # as stored: aligned pieces
+    most = adapter_bytes(queries, max(RANKS), 4) + 64 * 2 * len(
+        queries
+    )  # as stored: aligned pieces
     for number, name in enumerate(RECIPES):
         engine.submit(number, [5, 6, 7], name, sampling=SamplingParams(max_tokens=1))
         engine.run()
@@ -107,4 +110,53 @@ def test_memory_stays_within_the_limits_when_all_are_used_in_turn(world: TinyWor
         engine.unload(name)
     engine.run()
     engine.assert_nothing_of_adapters_is_left()
+    engine.close()
+
+
+def test_a02_a_step_has_256_rows_of_150_adapters_of_mixed_ranks(world: TinyWorld) -> None:
+    """A01, A02, W17: each row's tokens are those of its adapter alone, and no adapter waits for
+    another's slot."""
+    names = list(RECIPES)[:150]
+    few = SamplingParams(max_tokens=4, temperature=0)
+    engine = AdapterEngine(
+        world, names={name: name for name in names}, num_blocks=800, num_pages=600,
+        max_num_seqs=256, budget=1024,
+    )  # fmt: skip
+    asked = [(names[number % 150], [5, number % 90, 7]) for number in range(256)]
+    for _ in range(2):  # the first brings the weights, each as it comes
+        for number, (name, prompt) in enumerate(asked):
+            engine.submit(number, prompt, name, sampling=few)
+        engine.run_with_quick_loads()
+        given = {number: engine.tokens(number) for number in range(256)}
+        engine.outputs.clear()
+    assert max(engine.runner.num_adapters) == 150
+    stats = engine.loop.stats().adapters
+    assert stats is not None
+    assert (stats.num_on_device, stats.total_device_evictions) == (150, 0)
+    engine.close()
+    alone = AdapterEngine(world, names={name: name for name in names}, max_loras=1, max_num_seqs=1)
+    for number in range(0, 256, 17):
+        name, prompt = asked[number]
+        alone.submit(number, prompt, name, sampling=few)
+        alone.run()
+        assert alone.tokens(number) == given[number], f"{name} beside others"
+    alone.close()
+
+
+def test_a01_memory_for_few_is_shared_by_many_and_given_back(world: TinyWorld) -> None:
+    """A01, W04: 60 adapters in memory for about ten; what is used never exceeds it."""
+    names = list(RECIPES)[:60]
+    num_blocks = 24
+    engine = AdapterEngine(world, names={name: name for name in names}, num_blocks=num_blocks)
+    for number, name in enumerate(names * 2):
+        engine.submit(number, [5, 6, number % 90], name, sampling=SamplingParams(max_tokens=2))
+        engine.step()
+        assert engine.pool.used_bytes <= num_blocks * BLOCK_BYTES
+    engine.run()
+    assert all(len(engine.tokens(number)) == 2 for number in range(120))
+    for name in names:
+        engine.unload(name)
+    engine.run()
+    engine.assert_nothing_of_adapters_is_left()
+    assert engine.residency.slots.num_free_blocks == num_blocks
     engine.close()

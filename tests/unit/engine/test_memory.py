@@ -43,7 +43,7 @@ def test_f09_one_family_gets_all_pages_that_there_is_memory_for(window: int | No
     num_pages = count_pages(given, alone, CPU, reserved_bytes=0, max_model_len=16_000)
     assert num_pages == 1000
     sizes = alone.fit(num_pages, 3, 16_000)
-    assert (sizes.num_units, sizes.num_slots, sizes.max_model_len) == ((1000,), 3, 16_000)
+    assert (sizes.num_units, sizes.adapter_room, sizes.max_model_len) == ((1000,), 3, 16_000)
 
 
 def test_f09_memory_is_split_for_all_that_a_context_needs() -> None:

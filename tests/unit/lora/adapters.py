@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.audit import audit
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import AdapterLimits, DeviceBlocks
 from manyroots.lora.outcomes import LoadOutcome, Readiness
 from manyroots.lora.registry import Hold, Registered, Unloaded
 from manyroots.lora.residency import Residency
@@ -19,18 +19,32 @@ def content(text: str) -> AdapterDigest:
 class Adapters:
     """Adapters whose name is also their content, unless it is given."""
 
-    def __init__(self, max_loras: int, max_cpu_loras: int = 0, num_spare_slots: int = 0) -> None:
+    def __init__(
+        self,
+        max_loras: int,
+        max_cpu_loras: int = 0,
+        num_spare_slots: int = 0,
+        blocks: DeviceBlocks | None = None,
+    ) -> None:
         limits = AdapterLimits(
-            max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
+            num_spare_slots=num_spare_slots,
+            blocks=blocks,
         )
         self.residency = Residency(limits)
         self.fetches: list[LoadAdapter] = []
         """Loads to the host alone that `flush` met."""
 
-    def register(self, name: str, text: str | None = None) -> Registered:
+    def register(
+        self, name: str, text: str | None = None, *, num_bytes: int = 1000, is_pinned: bool = False
+    ) -> Registered:
         digest = content(text or name)
         registered = self.residency.register(
-            AdapterName(name), AdapterSpec(digest, 8, 1000), path=f"/adapters/{name}"
+            AdapterName(name),
+            AdapterSpec(digest, 8, num_bytes),
+            path=f"/adapters/{name}",
+            is_pinned=is_pinned,
         )
         audit(self.residency)
         return registered

@@ -35,7 +35,7 @@ TOKENS = [1, 95, 2, 90, 93, 7]
 def served(ours: Decoder, folder: Path) -> PagedModel:
     """As an engine opens and loads an adapter."""
     runtime = build_adapter_runtime(
-        LoraSettings(enable_lora=True), ours, ours.dtype, ours.device, num_slots=1
+        LoraSettings(enable_lora=True), ours, ours.dtype, ours.device, room=1, max_num_seqs=4
     )
     _, weights = runtime.files.read(folder, None)
     runtime.loader.pool.load(AdapterSlot(0), weights)

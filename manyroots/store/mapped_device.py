@@ -1,0 +1,199 @@
+"""Memory of a GPU by address: much of it is reserved, and blocks are put where they are needed.
+
+Takes the size of a region, how many regions there are, and how many blocks they share; gives a flat
+tensor over all regions. Only blocks are memory: a region that has none takes nothing, and one with
+some begins with them. Blocks are any of those that are free, so that no space between them is lost.
+
+A region keeps its blocks until others need them: one adapter after another of the same size maps
+nothing. Whoever takes or gives back says that no kernel uses the region.
+
+Each region's blocks are followed by one that all share, so that a load which a kernel masks may
+still name an address there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 2 << 20
+"""What GPUs map at a time."""
+
+_PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_IS_SUPPORTED = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp: memory of one device that no other process shares."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_metadata", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def can_map(device: torch.device) -> bool:
+    """Whether memory of this device can be mapped so."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    try:
+        found = ctypes.c_int()
+        code = _driver().cuDeviceGetAttribute(
+            ctypes.byref(found), _IS_SUPPORTED, device.index or torch.cuda.current_device()
+        )
+    except (OSError, AttributeError):
+        return False
+    return code == 0 and found.value == 1
+
+
+class MappedDevice:
+    """Regions of addresses, and blocks of memory for some of them."""
+
+    def __init__(
+        self, num_regions: int, region_bytes: int, num_blocks: int, device: torch.device
+    ) -> None:
+        """MemoryError if the device has not so many blocks."""
+        torch.zeros(1, device=device)  # makes the context that the driver works in
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._location = _Location(_ON_DEVICE, index)
+        self._per_region = -(-region_bytes // BLOCK_BYTES) + 1  # and the one that all share
+        self.region_bytes = self._per_region * BLOCK_BYTES
+        self._lock = threading.Lock()
+        self._mapped: dict[int, list[ctypes.c_uint64]] = {}
+        """By region: its blocks, from its beginning on."""
+        self._unused: dict[int, None] = {}
+        """Regions whose blocks may go to others; longest unused first."""
+        self._handles: list[ctypes.c_uint64] = []
+        base = ctypes.c_uint64()
+        size = num_regions * self.region_bytes
+        _check(
+            "cuMemAddressReserve",
+            _driver().cuMemAddressReserve(
+                ctypes.byref(base), ctypes.c_size_t(size), ctypes.c_size_t(0), ctypes.c_uint64(0),
+                ctypes.c_ulonglong(0),
+            ),
+        )  # fmt: skip
+        self._base = base.value
+        self._shared = self._create()
+        self.free = [self._create() for _ in range(num_blocks)]
+        self.data = _tensor(self._base, size, torch.device("cuda", index))
+
+    def take(self, region: int, num_bytes: int) -> None:
+        """Give a region so much memory, from its beginning on."""
+        count = -(-num_bytes // BLOCK_BYTES)
+        with self._lock:
+            self._unused.pop(region, None)
+            mapped = self._mapped.get(region, [])
+            while len(self.free) < count - len(mapped) and self._unused:
+                self._resize(next(iter(self._unused)), 0)
+            if len(self.free) < count - len(mapped):
+                raise RuntimeError(f"{count} blocks are wanted, and {len(self.free)} are free")
+            self._resize(region, count)
+
+    def give_back(self, region: int) -> None:
+        """Nothing uses a region's memory any more."""
+        with self._lock:
+            if region in self._mapped:
+                self._unused[region] = None
+
+    @property
+    def num_used(self) -> int:
+        """Blocks of regions that were not given back."""
+        with self._lock:
+            return sum(len(b) for r, b in self._mapped.items() if r not in self._unused)
+
+    def close(self) -> None:
+        """Give all memory and addresses back to the driver."""
+        with self._lock:
+            for region in list(self._mapped):
+                self._resize(region, 0)
+            for handle in self._handles:
+                _check("cuMemRelease", _driver().cuMemRelease(handle))
+            self._handles, self.free = [], []
+
+    def _create(self) -> ctypes.c_uint64:
+        wanted = _Properties(type=_PINNED, location=self._location)
+        handle = ctypes.c_uint64()
+        code = _driver().cuMemCreate(
+            ctypes.byref(handle), ctypes.c_size_t(BLOCK_BYTES), ctypes.byref(wanted),
+            ctypes.c_ulonglong(0),
+        )  # fmt: skip
+        if code:
+            raise MemoryError(f"the GPU has no block of {BLOCK_BYTES} bytes left (CUDA {code})")
+        self._handles.append(handle)
+        return handle
+
+    def _resize(self, region: int, count: int) -> None:
+        """Map or unmap a region's last blocks until it has `count`, and the shared one after
+        them."""
+        mapped = self._mapped.setdefault(region, [])
+        if count == len(mapped):
+            return
+        start = self._base + region * self.region_bytes
+        kept = min(count, len(mapped))
+        if mapped:
+            for at in range(kept, len(mapped) + 1):
+                self._take_away(start + at * BLOCK_BYTES)
+            self.free += reversed(mapped[kept:])
+            del mapped[kept:]
+        if not count:
+            self._unused.pop(region, None)
+            del self._mapped[region]
+            return
+        while len(mapped) < count:
+            block = self.free.pop()
+            self._put(start + len(mapped) * BLOCK_BYTES, block)
+            mapped.append(block)
+        self._put(start + count * BLOCK_BYTES, self._shared)
+        access = _Access(self._location, _READ_WRITE)
+        size = (count + 1 - kept) * BLOCK_BYTES
+        code = _driver().cuMemSetAccess(
+            ctypes.c_uint64(start + kept * BLOCK_BYTES), ctypes.c_size_t(size),
+            ctypes.byref(access), ctypes.c_size_t(1),
+        )  # fmt: skip
+        _check("cuMemSetAccess", code)
+
+    def _put(self, address: int, block: ctypes.c_uint64) -> None:
+        code = _driver().cuMemMap(
+            ctypes.c_uint64(address), ctypes.c_size_t(BLOCK_BYTES), ctypes.c_size_t(0), block,
+            ctypes.c_ulonglong(0),
+        )  # fmt: skip
+        _check("cuMemMap", code)
+
+    def _take_away(self, address: int) -> None:
+        code = _driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(BLOCK_BYTES))
+        _check("cuMemUnmap", code)
+
+
+def _tensor(address: int, num_bytes: int, device: torch.device) -> Tensor:
+    """Addresses as a tensor of bytes, which must not be touched where no block is."""
+    make = torch._C._construct_storage_from_data_pointer
+    storage = make(address, device, num_bytes)
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(storage, 0, (num_bytes,), (1,))
+
+
+def _check(what: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"{what} failed with CUDA error {code}")

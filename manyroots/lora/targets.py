@@ -58,6 +58,9 @@ class Target:
     """What its output consists of, where ranks divide that piece by piece."""
     side: Side | None = None
     """What ranks divide of it; None: all have the whole."""
+    is_recomputed: bool = False
+    """Whether it is computed again for tokens that are cached, as latent attention's keys and
+    values are. An adapter that begins within a sequence can't change it."""
 
 
 Targets = Mapping[str, Target]

@@ -85,11 +85,6 @@ def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True
             f"num_attention_heads {text.num_attention_heads}; latent attention has a key for each "
             "head. Check its config.json."
         )
-    if text.qk_rope_head_dim % 2 and is_rotated:
-        raise ModelError(
-            f"the model's qk_rope_head_dim is {text.qk_rope_head_dim}; dimensions are rotated in "
-            "pairs, so it must be an even number. Check its config.json."
-        )
     scale = (text.qk_nope_head_dim + text.qk_rope_head_dim) ** -0.5
     return LatentSpec(
         num_heads=text.num_attention_heads,

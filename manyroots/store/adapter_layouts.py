@@ -81,6 +81,8 @@ class Layouts:
         header = parse_header(weights_file, raw)
         layout = lay_out(header, config, self._targets, self._max_rank)
         self._check_served(layout)
+        if config.invocation_tokens is not None:
+            self._check_activated(layout)
         moves = None
         if _is_canonical(layout, header, self.dtype):
             moves = Moves.between(header.tensors, places_of(pieces_of(layout), header.tensors))
@@ -91,6 +93,15 @@ class Layouts:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _check_activated(self, layout: AdapterLayout) -> None:
+        again = [p.target for p in layout.pairs if self._targets[p.target].is_recomputed]
+        if again:
+            raise AdapterError(
+                f"the adapter has alora_invocation_tokens and changes {again[0]}, which is "
+                "computed again for the tokens before its invocation; train an aLoRA without "
+                f"{again[0].rpartition('.')[2]}, or a LoRA that acts from the first token."
+            )
 
     def _check_served(self, layout: AdapterLayout) -> None:
         left_out = [pair.target for pair in layout.pairs if pair.target not in self._served]

@@ -41,6 +41,8 @@ class LoraSite:
         self.out_features = sum(parts.values())
         self.num_experts = num_experts
         self.is_interleaved = is_interleaved
+        self.is_recomputed = False
+        """See `Target`."""
         self._side = side
         self._parts = dict(parts)
         self._pieces = dict(pieces or {})
@@ -51,7 +53,7 @@ class LoraSite:
         for part, size in self._parts.items():
             target = Target(
                 self.kind, self.in_features, size, self.num_experts, self.is_interleaved,
-                self._pieces.get(part, ()), self._side,
+                self._pieces.get(part, ()), self._side, self.is_recomputed,
             )  # fmt: skip
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)

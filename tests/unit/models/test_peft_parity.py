@@ -116,15 +116,23 @@ def test_f08_adapters_of_recurrent_mixers_give_pefts_logits(
     run(pair, requests, chunk)
 
 
+ACTIVATED = {
+    "llama": ATTENTION + MLP,
+    # All but what is computed again for tokens before the invocation.
+    "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATED)
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_an_alora_acts_from_its_invocation_on_as_in_peft_n22(
-    chunk: int | None, tmp_path: Path
+    chunk: int | None, kind: str, tmp_path: Path
 ) -> None:
     """N22: before its invocation tokens an activated adapter is the base model."""
     invocation = [7, 8]
-    options = {"r": 8, "lora_alpha": 32, "target_modules": ATTENTION + MLP}
+    options = {"r": 8, "lora_alpha": 32, "target_modules": ACTIVATED[kind]}
     pair = make_pair(
-        tmp_path, "llama", {"activated": {**options, "alora_invocation_tokens": invocation}}
+        tmp_path, kind, {"activated": {**options, "alora_invocation_tokens": invocation}}
     )
     start = [token for token in prompt(3, 20) if token not in invocation]
     requests = {

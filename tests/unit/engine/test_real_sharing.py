@@ -32,7 +32,7 @@ from tests.helpers.real_engine import (
 )
 from tests.unit.engine.test_real_slices import Steady
 
-MIXES = ("full", "five to one", "convolutions")
+MIXES = ("full", "five to one", "convolutions", "latents")
 NEED = MAX_LEN // PAGE
 PROMPT = text(1, 42)
 

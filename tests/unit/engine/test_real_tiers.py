@@ -166,7 +166,7 @@ def test_h07_what_arrived_on_the_host_last_is_not_the_first_to_go(worlds: Any) -
     engine.close()
 
 
-@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions"])
+@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions", "latents"])
 def test_h11_a_failed_write_back_leaves_nothing_on_the_host_and_frees_both_ends(
     worlds: Any, mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +256,7 @@ def test_s07_a_prefix_that_is_quicker_to_compute_than_to_load_is_computed_and_th
     engine.close()
 
 
-@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions"])
+@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions", "latents"])
 def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
     worlds: Any, mix: str
 ) -> None:
@@ -294,7 +294,7 @@ def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
     engine.close()
 
 
-@pytest.mark.parametrize("mix", ["full", "five to one"])
+@pytest.mark.parametrize("mix", ["full", "five to one", "latents"])
 def test_t04_a_burst_larger_than_host_memory_finds_all_that_files_have(
     worlds: Any, tmp_path: Path, mix: str
 ) -> None:

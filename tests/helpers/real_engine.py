@@ -320,7 +320,8 @@ class RealEngine:
     @property
     def _is_moving(self) -> bool:
         mover = self.runner._mover
-        parts = [part for part in (mover._adapters, mover._tiers) if part is not None]
+        copies = None if mover._tiers is None else mover._tiers._ends
+        parts = [part for part in (mover._adapters, copies) if part is not None]
         return any(part._num_under_way for part in parts)
 
     def close(self) -> None:

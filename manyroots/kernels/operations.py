@@ -88,7 +88,7 @@ class AttentionOps(Protocol):
 
 
 class LatentOps(Protocol):
-    def rope_write(
+    def latent_write(
         self,
         q: Tensor,
         kv: Tensor,

@@ -68,7 +68,7 @@ class LatentAttention:
     def __call__(self, x: NormedRows, pages: Tensor, step: Step) -> DeferredOutput:
         q, kv = self._projected(x, step)
         latents: LatentStep = step.memories[self._family]
-        q = self._kernels.latent.rope_write(
+        q = self._kernels.latent.latent_write(
             q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping,
             is_interleaved=self._spec.is_interleaved,
         )  # fmt: skip

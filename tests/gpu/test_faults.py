@@ -33,7 +33,7 @@ HYBRIDS = {
     "gated_norm.gated": "falcon-h1",
     "gated_norm.sigmoid_gated": "qwen3-next",
     "gated_norm.add_gated": "qwen3-next",
-    "latent.rope_write": "minicpm3",
+    "latent.latent_write": "minicpm3",
     "latent.absorb_queries": "minicpm3",
     "latent.latent_decode": "minicpm3",
     "latent.expand_values": "minicpm3",

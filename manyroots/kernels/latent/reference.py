@@ -21,7 +21,7 @@ from manyroots.kernels.norm.reference import rms_norm
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 
 
-def rope_write(
+def latent_write(
     q: Tensor,
     kv: Tensor,
     angles: RopeTable,

@@ -30,8 +30,8 @@ __all__ = [
     "expand_values",
     "latent_decode",
     "latent_read",
+    "latent_write",
     "merge",
-    "rope_write",
 ]
 
 MAX_GATHERED = 1 << 22
@@ -40,7 +40,7 @@ MAX_SCORES = 1 << 22
 """Scores that a piece's queries have at once."""
 
 
-def rope_write(
+def latent_write(
     q: Tensor,
     kv: Tensor,
     angles: RopeRows,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from manyroots.kernels.latent.triton_decode import latent_decode
 from manyroots.kernels.latent.triton_products import absorb_queries, expand_values
 from manyroots.kernels.latent.triton_prompt import attend_piece, merge
-from manyroots.kernels.latent.triton_rows import latent_read, rope_write
+from manyroots.kernels.latent.triton_rows import latent_read, latent_write
 
 __all__ = [
     "absorb_queries",
@@ -13,6 +13,6 @@ __all__ = [
     "expand_values",
     "latent_decode",
     "latent_read",
+    "latent_write",
     "merge",
-    "rope_write",
 ]

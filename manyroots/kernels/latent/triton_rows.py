@@ -142,7 +142,7 @@ def _rope_write(
             tl.store(to[:, None] + NOPE + PAIRS + e[None, :], b, mask=is_pair)
 
 
-def rope_write(
+def latent_write(
     q: Tensor,
     kv: Tensor,
     angles: RopeTable,

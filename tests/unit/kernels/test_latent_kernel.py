@@ -65,11 +65,11 @@ def test_f07_latents_are_normalised_rotated_and_written(
         torch.zeros(3, PAGE, width, dtype=torch.uint8 if is_fp8 else torch.float32)
         for _ in range(2)
     ]
-    naive = reference.rope_write(
+    naive = reference.latent_write(
         q, kv, table, norm, both[0], mapping, is_interleaved=is_interleaved
     )
     angles = torch_rope.look_up(table, positions, torch.float32)
-    ours = torch_ops.rope_write(
+    ours = torch_ops.latent_write(
         q, kv, angles, norm, both[1], mapping, is_interleaved=is_interleaved
     )
     assert_close("rotary", ours, naive, torch.float32)
@@ -105,7 +105,7 @@ def test_f07_scores_do_not_depend_on_how_pairs_lie() -> None:
     found = []
     for values, is_interleaved in (((q, kv), True), ((halves_q, halves_kv), False)):
         pages = torch.zeros(1, PAGE, LATENT + ROPE)
-        turned = reference.rope_write(
+        turned = reference.latent_write(
             *values, table, norm, pages, mapping, is_interleaved=is_interleaved
         )
         found.append((turned, pages))

@@ -105,7 +105,7 @@ def test_f07_latents_are_normalised_rotated_written_and_read(
     kept = torch.uint8 if is_fp8 else dtype
     both = [torch.zeros(3, 2, page, width, dtype=kept, device=DEVICE)[:, 1] for _ in range(2)]
     naive, ours = (
-        kernels.rope_write(q, kv, angles, norm, pages, mapping, is_interleaved=is_interleaved)
+        kernels.latent_write(q, kv, angles, norm, pages, mapping, is_interleaved=is_interleaved)
         for kernels, pages in zip((reference, fast), both, strict=True)
     )
     assert_close("rotary", ours, naive, dtype)

@@ -56,6 +56,7 @@ NO_ENGINE = {
     "R02": "the oracle",
     "F02": "a model's description and what is made of it",
     "B04": "arithmetic with samples",
+    "D02": "pages that are generated from code",
 }
 """Rows that promise nothing of a running engine, and what they are about. Their tests show that."""
 

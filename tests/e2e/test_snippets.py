@@ -1,30 +1,40 @@
 """The blocks of the README and the docs that are marked `<!-- run -->`, as they stand.
 
 Shell blocks talk to one server with the example adapters, started with the README's own flags. Only
-the port is another. Python blocks run in a process of their own.
+the port is another. Python blocks run in a process of their own. The blocks of a tutorial run one
+after the other in a folder of their own, where files of earlier blocks are.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Server, running
 from tests.helpers.patience import PATIENCE_S
-from tests.helpers.snippets import PAGES, ROOT, Snippet, snippets
+from tests.helpers.snippets import PAGES, ROOT, TUTORIALS, Snippet, snippets
 
 RUN = [snippet for page in PAGES for snippet in snippets(page) if snippet.mark == "<!-- run -->"]
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+}
+"""The commands of this installation come first."""
 ADDRESS = "http://127.0.0.1:8000"
 
 
 def readme_flags() -> list[str]:
     """What the README's `make serve ARGS=...` passes to the server."""
-    [flags] = re.findall(r'^make serve ARGS="(.*)"$', (ROOT / "README.md").read_text(), re.M)
+    pages = (ROOT / "README.md", TUTORIALS / "first-steps.md")
+    found = [re.findall(r'^make serve ARGS="(.*)"$', page.read_text(), re.M) for page in pages]
+    assert found[0] == found[1], "the README and the first tutorial start the same server"
+    [flags] = found[0]
     return shlex.split(flags)
 
 
@@ -37,16 +47,34 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Where the blocks of a page run."""
+    made: dict[str, Path] = {}
+
+    def folder(page: str) -> Path:
+        if not (ROOT / page).is_relative_to(TUTORIALS):
+            return ROOT
+        if page not in made:
+            made[page] = tmp_path_factory.mktemp(Path(page).stem)
+        return made[page]
+
+    return folder
+
+
 @pytest.mark.parametrize("snippet", RUN, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
-def test_a_block_of_the_docs_runs(snippet: Snippet, request: pytest.FixtureRequest) -> None:
+def test_d01_a_block_of_the_docs_runs(
+    snippet: Snippet, folders: Callable[[str], Path], request: pytest.FixtureRequest
+) -> None:
+    """D01."""
     text = snippet.text
     if ADDRESS in text:
         server: Server = request.getfixturevalue("server")
         text = text.replace(ADDRESS, server.url)
     command = {"sh": ["bash", "-euc"], "python": [sys.executable, "-c"]}[snippet.language]
     done = subprocess.run(
-        [*command, text], cwd=ROOT, capture_output=True, text=True, timeout=4 * PATIENCE_S,
-        check=False,
+        [*command, text], cwd=folders(snippet.page), capture_output=True, text=True,
+        timeout=4 * PATIENCE_S, check=False, env=ENVIRONMENT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip(), "it prints nothing"

@@ -8,13 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "deploy" / "README.md",
+    ROOT / "examples" / "README.md",
+    ROOT / "tests" / "README.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("manyroots/*/README.md")),
+]
+TUTORIALS = ROOT / "docs" / "tutorials"
 _FENCE = re.compile(r"^ *```(\w*)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
     page: str
+    """Its path below the repository."""
     line: int
     language: str
     mark: str
@@ -34,6 +44,6 @@ def snippets(page: Path) -> Iterator[Snippet]:
             mark = before[-1] if before else ""
         else:
             text = "\n".join(lines[start + 1 : i])
-            yield Snippet(page.name, start + 1, language, mark, text)
+            yield Snippet(page.relative_to(ROOT).as_posix(), start + 1, language, mark, text)
             start = None
     assert start is None, f"{page.name}: the block of line {start} has no end"

@@ -1,7 +1,7 @@
 """Every generated file below docs/, by the function that gives its text.
 
-`python -m tools.docs` writes them. `tests/architecture/test_generated.py` compares them with the
-code, so that a page never says what the code no longer does.
+`python -m tools.docs` writes them. `tests/architecture/test_generated.py` and
+`tests/unit/docs` compare them with the code, so that a page never says what it no longer does.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.docs import errors, flags, http, ledger, metrics, python_api
+from tools.docs import errors, flags, http, ledger, matrix, metrics, python_api
 
 ROOT = Path(__file__).parents[2]
-GENERATED: dict[str, Callable[[], str]] = {
+Pages = dict[str, Callable[[], str]]
+QUICK: Pages = {
     "docs/reference/errors.md": errors.page,
     "docs/reference/flags.md": flags.page,
     "docs/reference/http.md": http.page,
@@ -20,19 +21,21 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/reference/python.md": python_api.page,
     "docs/requirement-tests.md": ledger.page,
 }
+SLOW: Pages = {"docs/reference/features.md": matrix.page}
+"""Those that import torch."""
 
 
-def stale() -> list[str]:
+def stale(pages: Pages) -> list[str]:
     """Paths whose file is not what the code gives now."""
-    return [path for path, make in GENERATED.items() if _read(path) != make()]
+    return [path for path, make in pages.items() if _read(path) != make()]
 
 
-def write() -> list[str]:
+def write(pages: Pages) -> list[str]:
     """Write what is stale; give its paths."""
-    changed = stale()
+    changed = stale(pages)
     for path in changed:
         (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
-        (ROOT / path).write_text(GENERATED[path]())
+        (ROOT / path).write_text(pages[path]())
     return changed
 
 

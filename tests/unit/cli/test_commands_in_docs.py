@@ -13,7 +13,11 @@ from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import _parse
 
 ROOT = Path(__file__).parents[3]
-DOCS = [page for page in sorted(ROOT.glob("docs/*.md")) if page.name != "requirements.md"]
+DOCS = [
+    page
+    for page in sorted(ROOT.glob("docs/**/*.md"))
+    if page.name != "requirements.md" and page.parent.name != "reference"
+]
 PAGES = [
     ROOT / "README.md",
     *DOCS,

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_FLAGS := --quiet --disable-pip-version-check --retries 10 --timeout 60
 
-.PHONY: serve test quick coverage check lint types architecture files generated docs bench clean
+.PHONY: serve test quick coverage check lint types architecture files prose generated docs bench clean
 
 # One file a subject: cache, scheduler, a real engine with adapters, the HTTP routes, the docs.
 QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test_namespaces.py \
@@ -38,7 +38,7 @@ coverage: $(VENV)/.installed-test
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_by_room
 
-check: lint types architecture files
+check: lint types architecture files prose
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -60,6 +60,11 @@ files: $(VENV)/.installed-test
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
+
+# Spelling, words to avoid and the width of Markdown.
+prose: $(VENV)/.installed-test
+	$(BIN)/python -m codespell_lib
+	$(BIN)/python -m tools.docs.prose
 
 # The pages of docs/ that are made from code and tests; a test compares them.
 generated: $(VENV)/.installed-test

@@ -49,7 +49,7 @@ class LoRARequest:
 
 
 def split_revision(model: str) -> tuple[str, str | None]:
-    """A name, and the revision behind its `@`; names have none in them."""
+    """A name, and the revision after its `@`; names have none in them."""
     name, at, revision = model.partition("@")
     return name, revision if at else None
 

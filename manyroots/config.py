@@ -166,7 +166,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How much one step may do, and who comes first."""
+    """How much one step may do, and which request comes first."""
 
     max_num_seqs: int = option(256, "Maximum number of sequences that run at once.")
     max_num_batched_tokens: int = option(2048, "Maximum number of tokens that one step computes.")
@@ -295,7 +295,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """Where pages go when the device has no room for them, and who is told of it."""
+    """Where pages go when the device has no room for them, and which listeners are told of it."""
 
     kv_offloading_size: float | None = option(
         None,

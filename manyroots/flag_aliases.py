@@ -1,8 +1,8 @@
 """Flags as users of vLLM and SGLang paste them, turned into ours.
 
-Takes the words behind `manyroots serve`, or the keyword arguments of `LLM`; gives those that are
+Takes the words after `manyroots serve`, or the keyword arguments of `LLM`; gives those that are
 known here, and a note for each flag that has no effect here because what it asks for is on anyway.
-A flag whose effect is missing here, and one that nobody knows, is a ConfigError that says what to
+A flag whose effect is missing here, and an unknown one, is a ConfigError that says what to
 write instead.
 """
 
@@ -183,7 +183,7 @@ ACCEPTED: dict[str, Accepted] = {
         "requests share prefixes in any order",
         True,
         ("fcfs", "lpm", "dfs-weight"),
-        "see --scheduling-policy for who comes first",
+        "see --scheduling-policy for the order of requests",
     ),
     "--schedule-conservativeness": Accepted("no estimate is made that it could scale", True),
     "--watchdog-timeout": Accepted("a dead engine is started again at once", has_value=True),
@@ -324,7 +324,7 @@ def _renamed(flag: str, values: list[str], ours: list[str], known: Mapping[str, 
 def _accepted(flag: str, values: list[str], ours: list[str]) -> str:
     accepted = ACCEPTED[flag]
     if not accepted.has_value:
-        ours += values  # the model, behind a flag that takes nothing
+        ours += values  # the model, after a flag that takes nothing
     elif not values and flag != "-O":
         raise ConfigError(f"{flag} is given without a value; remove it, as it has no effect here.")
     if accepted.only and values and values[0] not in accepted.only:

@@ -120,7 +120,7 @@ class UnloadLora:
 
 
 class ControlKind(enum.Enum):
-    """What whoever runs the engine may ask of all of it."""
+    """What an operator may ask of the whole engine."""
 
     RESET_CACHE = "reset_cache"
     """Forget what can be reused."""
@@ -213,7 +213,7 @@ class Notice:
     adapter_was: Tier | None = None
     """Where the weights were when the request came."""
     hidden: tuple[float, ...] = ()
-    """Of a request that asked: the hidden state behind its prompt."""
+    """Of a request that asked: the hidden state after its prompt."""
     cache_use: CacheUse | None = None
     """With the first token."""
     revision: str | None = None
@@ -222,7 +222,7 @@ class Notice:
 
 @dataclass(slots=True)
 class Output:
-    """Output of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
+    """Output of one sequence. Not frozen, because a step makes hundreds; none changes after it
     has been handed on."""
 
     request_id: RequestId
@@ -438,7 +438,7 @@ class Stats:
     """Requests that have begun and have no row for now, because another adapter runs."""
     total_pauses: int = 0
     total_skipped_checkpoints: int = 0
-    """States of recurrent layers that were not saved, for want of room."""
+    """States of recurrent layers that were not saved because memory was full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,16 +84,16 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     """Nothing else is sampled, the text's end neither unless it is one of them; None for all."""
     bad_words: tuple[str, ...] = ()
-    """Never said by the tokens that spell them, at the beginning or behind a space."""
+    """Never said by the tokens that spell them, at the beginning or after a space."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """The same in tokens, of which none is sampled behind the others; the input processor's to fill
+    """The same in tokens, of which none is sampled after the others; the input processor's to fill
     in."""
     thinking_budget: ThinkingBudget | None = None
-    """The end of the reasoning is forced behind so many of its tokens; None for no limit."""
+    """The end of the reasoning is forced after this many of its tokens; None for no limit."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the completion must have."""
     wants_hidden: bool = False
-    """Also the hidden state behind the prompt: for embeddings, which generate nothing else."""
+    """Also the hidden state after the prompt: for embeddings, which generate nothing else."""
 
     def __post_init__(self) -> None:
         self._set("n", _int("n", self.n, 1, MAX_CHOICES))
@@ -182,7 +182,7 @@ class SamplingParams:
         return self.structured_outputs is not None or self.has_token_rules
 
 
-# What is given may be of any type: a value from somebody's script, numpy's numbers among them.
+# What is given may be of any type: a value from a user's script, numpy's numbers among them.
 
 
 def _int(name: str, value: Any, low: int, high: int) -> int:

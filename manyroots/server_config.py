@@ -1,4 +1,4 @@
-"""Settings of the server alone: where it listens, who may ask, and what it tells.
+"""Settings of the server alone: where it listens, which callers it answers, and what it reports.
 
 Takes flags or a YAML file's values; gives frozen settings. The engine's are in `config.py`.
 """
@@ -135,7 +135,7 @@ class ServerSettings:
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without a key.")
         if self.admin_key == "":
-            raise ConfigError("--admin-key is empty; give one that nobody can guess.")
+            raise ConfigError("--admin-key is empty; give one that can't be guessed.")
         if self.metrics_key == "":
             raise ConfigError("--metrics-key is empty; leave it out to show all figures.")
         if self.keys_file is not None and self.admin_key is None:
@@ -145,7 +145,7 @@ class ServerSettings:
             )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError(
-                "--admin-key and --api-key are the same; whoever may generate could then load "
+                "--admin-key and --api-key are the same; a caller of the API could then load "
                 "adapters. Give two."
             )
         if self.enable_lora_endpoints and self.admin_key is None:

@@ -110,7 +110,7 @@ class CopyDone:
     """Why the tier could not be read or written at all; None where it answered. Then what did not
     arrive is not there, or not whole."""
     seconds: float = 0.0
-    """How long the copy itself took; 0 where nobody measured."""
+    """How long the copy itself took; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class RowDraft:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward pass: who arrives, which tables grow, how many tokens each row computes.
+    """One forward pass: which rows arrive, which tables grow, how many tokens each row computes.
 
     A plan without rows only starts copies; one that `waits` asks the runner to come back as soon
     as any copy has ended, since nothing can be computed before.
@@ -258,7 +258,7 @@ class StepResult:
     adapters: tuple[AdapterLoaded, ...] = ()
     """Loads that have ended since the last result, in any order."""
     seconds: float = 0.0
-    """How long the model computed; 0 where nobody measured."""
+    """How long the model computed; 0 where it was not measured."""
     is_graph: bool = False
     """Whether a captured graph computed it, and not kernel by kernel."""
 
@@ -266,12 +266,12 @@ class StepResult:
 class Runner(Protocol):
     """Carries out plans, in the order they are launched.
 
-    A step that fails has taken in its arrivals and tables all the same: the step launched behind
+    A step that fails has taken in its arrivals and tables all the same: the step launched after
     it counts on them, and must not write through those of a row's previous owner.
     """
 
     def launch(self, plan: Plan) -> Future[StepResult]:
-        """Queue a plan behind those already launched; returns at once."""
+        """Queue a plan after those already launched; returns at once."""
         ...
 
     def close(self) -> None:

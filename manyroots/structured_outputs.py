@@ -37,7 +37,7 @@ class StructuredOutputsParams:
     """What may come before the structure, as the Lark rule `prefix` and what it needs: a model's
     reasoning. None for nothing."""
     asked_as: str = field(default="structured_outputs", compare=False)
-    """What the caller's field is called, for whoever refuses it."""
+    """What the caller's field is called, for errors."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]

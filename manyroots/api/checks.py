@@ -201,7 +201,7 @@ def namespace_of(request: GenerationFields) -> Namespace:
 
 def is_only_echo(request: CompletionRequest) -> bool:
     """Whether the prompt itself is all that is wanted, with its logprobs: for scoring texts. The
-    engine makes a token all the same, which nobody sees."""
+    engine makes a token all the same, which no caller sees."""
     return bool(request.echo) and request.max_tokens == 0
 
 

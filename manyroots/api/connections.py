@@ -1,6 +1,6 @@
 """Connections that may not take for ever: a request that is half sent is given up after a while.
 
-uvicorn waits without end for the rest of headers or of a body, so that whoever opens many and
+uvicorn waits without end for the rest of headers or of a body, so that a client that opens many and
 sends a byte now and then (slowloris) could hold them all. Here one deadline counts from a
 request's first byte, or from the opening of a connection, to the request's last byte.
 
@@ -104,7 +104,7 @@ class _TimedProtocol(H11Protocol):
             self._deadline = None
 
     def _settle(self) -> None:
-        """Nothing is waited for if a request is whole, or none has begun behind an answered one."""
+        """Nothing is waited for if a request is whole, or none has begun after an answered one."""
         is_between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if is_between or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
             self._forget()
@@ -117,7 +117,7 @@ class _TimedProtocol(H11Protocol):
         if self._has_data:
             self._count("headers" if self.conn.their_state is h11.IDLE else "body")
         if self.cycle is not None and not self.cycle.response_complete:
-            # Whoever waits for the rest is told that there is none.
+            # A handler that waits for the rest learns that there is none.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self._has_data and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -1,4 +1,4 @@
-"""Routes for whoever trains or tends the model: pause, sleep, other weights, an empty cache.
+"""Routes to train or operate the model: pause, sleep, other weights, an empty cache.
 
 Only there with --admin-key, and only for it. Named as vLLM names them, and as SGLang does.
 """

@@ -1,6 +1,6 @@
 """POST /v1/embeddings
 
-A text's vector is the model's hidden state behind its last token, after the final norm, of length
+A text's vector is the model's hidden state after its last token, after the final norm, of length
 1. Each text is a sequence like any other: it shares prefixes, batches and adapters, and its one
 sampled token is dropped.
 """

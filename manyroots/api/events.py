@@ -117,7 +117,7 @@ async def answer(request: Request, work: Coroutine[Any, Any, msgspec.Struct]) ->
     """The work's result as JSON; if the client goes away meanwhile, the work is cancelled."""
     result = await _unless_disconnected(request.receive, work)
     if result is None:
-        return Response(status_code=499)  # nobody reads it; nginx' number for this
+        return Response(status_code=499)  # never read; nginx' number for this
     return json_response(result)
 
 

@@ -56,7 +56,7 @@ def no_format() -> ChatOutput:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. Whoever runs it releases its permits."""
+    """One admitted request. The code that runs it releases its permits."""
 
     id: str
     created: int

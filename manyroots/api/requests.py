@@ -166,7 +166,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking_token_budget: int | None = None
-    """The end of the reasoning is forced behind so many tokens of it."""
+    """The end of the reasoning is forced after this many tokens of it."""
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
     tools: list[Any] | None = None

@@ -42,8 +42,8 @@ logger = logging.getLogger("manyroots")
 _LAST_WORDS_S = 5
 """After the drain, how long responses that are ending may take to be sent."""
 _KEEP_ALIVE_S = 75
-"""How long a connection may be idle. Longer than clients keep one, 5 s (httpx) to a minute: whoever
-closes last meets no request that is on its way."""
+"""How long a connection may be idle. Longer than clients keep one, 5 s (httpx) to a minute: the
+side that closes last meets no request that is on its way."""
 _POLL_S = 0.02
 _SWITCH_INTERVAL_S = 0.001
 
@@ -313,7 +313,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         lifespan="off",
         # Above our own limit, so that our own answer comes first where it can.
         h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
-        # Nobody in front of us is trusted to say who the client is.
+        # No proxy is trusted to name the client.
         proxy_headers=False,
         server_header=False,
         access_log=False,

@@ -151,9 +151,9 @@ class ServerState:
         self.loaded: Service | None = None
         self.is_draining = False
         self.updating = asyncio.Lock()
-        """Held by whoever gives the model other weights: one after the other."""
+        """Held while the model gets other weights: one update at a time."""
         self.num_pauses = 0
-        """That were asked for, so that none is ended by somebody else's update."""
+        """Pauses that were requested, so that no update ends one of them."""
         self.num_api_restarts = 0
         """API processes before this one that a signal ended."""
         self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})

@@ -3,7 +3,7 @@
 One request is: match, allocate, insert, free. Measured in a pool so small that every request
 evicts, and in a large one that is full; the two differ by the size of the cache alone, so equal
 figures mean that cost depends on a request's length and on nothing else. Memory is counted in a
-process of its own. Thread CPU time, medians; behind a request's stand the least and the most of
+process of its own. Thread CPU time, medians; a request's is followed by the least and the most of
 what SLICES parts of the run give by themselves. Prints a table and gives the report.
 """
 

@@ -76,7 +76,7 @@ COLD_CASES = {
 }
 NUM_COLD = 3 + COLD_SLOTS
 """Which adapters are asked for at once, and how many there are. The burst takes every slot, so that
-the first adapter is in host memory alone behind it."""
+the first adapter is in host memory alone after it."""
 PROFILED_STEPS = 16
 PRINTED_KERNELS = 24
 """The report has all of them."""

@@ -64,7 +64,7 @@ class Timeline:
         return self._all_begun().at_s
 
     def all_decoding(self) -> tuple[float, int]:
-        """Seconds and tokens of the steps in which every request decoded: behind the one that
+        """Seconds and tokens of the steps in which every request decoded: after the one that
         gave the last first token, up to the one in which the first request ended.
 
         Both ends are read in the same run, so that a slow prompt can't shorten it.

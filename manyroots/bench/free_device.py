@@ -77,7 +77,7 @@ CPU = torch.device("cpu")
 
 
 class FreeEngine:
-    """The parts of an engine, for whoever watches them."""
+    """The parts of an engine, to be watched."""
 
     def __init__(self, case: TrafficCase, home: Path, settings: SchedulerSettings) -> None:
         (home / "config.json").write_text(json.dumps(SHAPE))
@@ -188,7 +188,7 @@ class RunnerAtOnce:
     def __init__(self, inner: ModelRunner) -> None:
         self._inner = inner
         self.plans: list[Plan] = []
-        """Launched since somebody last cleared them."""
+        """Launched since they were last cleared."""
         self.tables = DeviceRows(inner._batch, CPU, shares=False)
         """On a CPU the runner has none of its own; on a GPU it has."""
 

@@ -1,11 +1,11 @@
 """`manyroots bench http`: what the server adds to a token: the same requests over HTTP and without.
 
 Starts a server of its own on loopback and an engine in this process, with equal settings, and sends
-both the same prompts (tokens, greedy, all at once), turn and turn about. So a shared machine slows
+both the same prompts (tokens, greedy, all at once), alternately. So a shared machine slows
 both. Each turn gives a ratio of times per token; the median of those is the figure. The load
 generator runs on the same machine, and what it takes counts as the server's.
 
-Processor time does not depend on who else computes. By token there are three: E of the engine in
+Processor time does not depend on other processes. By token there are three: E of the engine in
 this process, E' of the engine's process of the server, which also packs and sends, and H of the
 process that talks HTTP. Where H has a core of its own, engine and server work at the same time, and
 the slower of them is the pace: what is added is max(E', H) / E - 1. On one core it is

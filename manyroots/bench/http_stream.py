@@ -165,7 +165,7 @@ class _ResponseReader:
         return True
 
     def _events(self) -> None:
-        """Those that are whole. Lines end as the server likes, and comments are nobody's."""
+        """Those that are whole. Lines end as the server likes; comments are skipped."""
         if self._status != 200 or not self._is_stream:
             return
         now = time.perf_counter()
@@ -251,7 +251,7 @@ class HttpStreams:
             )
         except OSError as error:
             raise UnreachableError(
-                f"nobody answers at {self._host}:{self._port} ({error}); start the server first."
+                f"no server answers at {self._host}:{self._port} ({error}); start the server first."
             ) from error
         return made, True
 

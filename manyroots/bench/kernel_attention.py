@@ -1,4 +1,4 @@
-"""Attention of a layer alone: single tokens behind long histories, and prompts.
+"""Attention of a layer alone: single tokens after long histories, and prompts.
 
 Takes a layer's shape and sequences in numbers; gives cases for `kernel_times.py`. Pages lie in
 random order, as in a busy engine, and layers are read in turn, so that none is in a cache.
@@ -40,7 +40,7 @@ _FORM = re.compile(r"(?:(\d+)x)?(\d+)(?:-(\d+))?(?:@(\d+))?")
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """`64x576`, `256x64-1280` or `2x512@8000`: how many, of which lengths (drawn evenly from one
-    seed), behind how many tokens."""
+    seed), after how many tokens."""
 
     text: str
     lens: tuple[int, ...]
@@ -101,7 +101,7 @@ def measure_prompts(
     device: torch.device,
     repeats: int,
 ) -> dict[str, Any]:
-    """All queries of each prompt, behind what was computed before."""
+    """All queries of each prompt, after what was computed before."""
     counts = np.array(sequences.lens)
     lens = counts + sequences.before
     step = _Pages(spec, lens, dtype, device)
@@ -115,7 +115,7 @@ def measure_prompts(
         blocks=torch.from_numpy(query_blocks(starts, lens.tolist())).to(device),
         slot_mapping=_nowhere(starts[-1], device),
     )
-    # A prompt's query sees what a decoding one would behind as many tokens.
+    # A prompt's query sees what a decoding one would after as many tokens.
     checked = _spread_out(starts[-1])
     owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))[checked]
     seen = checked - torch.tensor(starts)[owner] + sequences.before + 1

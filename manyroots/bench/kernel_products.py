@@ -51,7 +51,7 @@ class ProductShape:
     is_rounded: bool = True
     """Whether FP8 weights are for it, too: not for the head."""
     follows_attention: bool = False
-    """Nobody rounds its rows before it."""
+    """No kernel rounds its rows before it."""
 
     @property
     def num_weights(self) -> int:
@@ -143,7 +143,7 @@ class Products:
         )  # fmt: skip
 
     def _site(self, shape: ProductShape, generator: torch.Generator) -> LinearSite:
-        """Adapters' weights one behind the other, all of one rank."""
+        """Adapters' weights one after the other, all of one rank."""
         rank, num_parts = self.adapter_rank, len(shape.parts)
         total = num_parts * rank
         per_slot = total * shape.in_features + rank * sum(shape.parts)
@@ -229,7 +229,7 @@ class Products:
     def _library(
         self, case: KernelCase, sets: list[list[Linear]], xs: list[Tensor]
     ) -> dict[str, Any]:
-        """The same products by torch's own operator, one behind the other."""
+        """The same products by torch's own operator, one after the other."""
         weights = [
             [plain(linear.weight.data, self.dtype) for linear in linears] for linears in sets
         ]

@@ -1,4 +1,4 @@
-"""The kernels that finish a product: the norm behind down, the activation behind gate_up.
+"""The kernels that finish a product: the norm after down, the activation after gate_up.
 
 Takes what `kernel_products.py` measures with; gives rows of a report. They add up partial sums, and
 expand what adapters add; what they read is cold.

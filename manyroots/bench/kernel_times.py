@@ -3,7 +3,7 @@
 Takes calls that do the same with other memory, enough of it that nothing is still in a cache; gives
 microseconds of one of them with their spread. On a GPU the calls are a captured graph, as in a
 step; on a CPU they follow each other. A kernel that fails, or is further from its reference than
-`kernels/tolerances.py` allows, is said to be so and stops nobody else.
+`kernels/tolerances.py` allows, is reported and stops no other kernel.
 """
 
 from __future__ import annotations

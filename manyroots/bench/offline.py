@@ -103,7 +103,7 @@ CLOCKS = ("wall", "processor")
 
 
 def counting(others: Iterable[float | None]) -> str:
-    """Which clock's figures count: that of the wall if nobody else used the machine."""
+    """Which clock's figures count: wall time if no other process used the machine."""
     return "processor" if any(share is not None and share > BUSY for share in others) else "wall"
 
 
@@ -114,7 +114,7 @@ def _num_computed(run: dict[str, Any], figures: dict[str, Any]) -> int:
 
 
 class _Run:
-    """One dtype: our engine and the peer, turn and turn about."""
+    """One dtype: our engine and the peer, alternately."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Run:
         cases: dict[str, _Case],
         peer: PeerProcess | None,
     ) -> None:
-        """Turn and turn about, so that a change of the machine's speed hits all alike."""
+        """Alternately, so that a change of the machine's speed hits all alike."""
         dtype, workload = self._settings["dtype"], self._workload
         _say(f"{dtype}: warming up")
         for case in cases.values():
@@ -256,7 +256,7 @@ class _Case:
         }
         if self._theirs:
             figures["peer"] = {"name": name, **_figures(self._theirs, self._num_tokens)}
-            # Of the two that ran one behind the other, so that a slow minute hits both.
+            # Of the two that ran one after the other, so that a slow minute hits both.
             both = list(zip(self._ours, self._theirs, strict=True))
             figures["ratio"] = {
                 "wall": spread([theirs.wall_s / ours.wall_s for ours, theirs in both], 3),

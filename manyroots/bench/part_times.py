@@ -60,6 +60,6 @@ class PartTimes:
 
 
 def _look_ns(clock: Callable[[], int]) -> int:
-    """What looking at the clock takes, which is nobody's time."""
+    """What reading the clock takes, which no part is charged for."""
     looks = [clock() for _ in range(1000)]
     return round(statistics.median(after - before for before, after in pairwise(looks)))

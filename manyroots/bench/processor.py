@@ -1,8 +1,8 @@
 """What a piece of work took: seconds on the wall, and of processor time.
 
 On a machine that others use, too, the clock on the wall counts their work as well; processor time
-is the process's own, whoever else computes. `others` says which of the two counts: it is the share
-of the machine's cores that everybody else took meanwhile. A GPU's work is on the wall alone.
+is the process's own, whatever else computes. `others` says which of the two counts: it is the share
+of the machine's cores that other processes took meanwhile. A GPU's work is on the wall alone.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class _Bench:
         return number
 
     def step(self) -> set[RequestId]:
-        """Who got tokens."""
+        """Requests that got tokens."""
         begin = time.perf_counter()
         outputs = list(self._loop.step())
         self.step_s.append(time.perf_counter() - begin)

@@ -36,7 +36,7 @@ from manyroots.text.tokenizer_files import load_tokenizer
 
 WINDOW = 512
 SKIPPED = 8
-"""Of a window, its first tokens: what comes next is anybody's guess there."""
+"""Of a window, its first tokens: what comes next is a guess there."""
 ROWS_ROUNDED, AS_SERVED = "with_rows_rounded", "as_served"
 
 

@@ -86,7 +86,7 @@ def combined(found: list[Any], how: Callable[[list[float]], float]) -> Any:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The figures side by side, the least to the most behind each. A step is planning and
+    """The figures side by side, each followed by the least to the most. A step is planning and
     advancing, planning alone in brackets."""
     lines = []
     for run in report["runs"]:

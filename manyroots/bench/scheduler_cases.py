@@ -24,7 +24,7 @@ Make = Callable[[SchedulerLimits], DrivenScheduler]
 
 MAX_IDLE_STEPS = 50
 STEADY_OUTPUT_LEN = 4096
-"""Longer than any steady state is watched, so that nobody ends."""
+"""Longer than any steady state is watched, so that no request ends."""
 PATIENCE_S = 3.0
 """A steady state that costs more than this is cut short; three steps are always taken."""
 

@@ -94,7 +94,7 @@ class StepTimes:
 
 
 class DrivenScheduler(Protocol):
-    """A scheduler without a model behind it: each plan is answered at once."""
+    """A scheduler without a model: each plan is answered at once."""
 
     @property
     def has_work(self) -> bool: ...

@@ -1,7 +1,7 @@
 """`manyroots bench serve`: HTTP load on any server of OpenAI's completions or chat.
 
 Conversations come in at random (Poisson), in bursts, or so many at a time without a pause
-(saturation). An arrival is never put off because the server or this program is behind: waiting
+(saturation). An arrival is never put off because the server or this program is late: waiting
 counts from when a request was due. Every figure is the median of the repeats with its spread; a
 request that fails is counted and named, and never a fast one.
 """
@@ -134,7 +134,7 @@ async def _run(
         seeds = itertools.count(workload.seed)
 
         async def measure(kind: Arrivals, num_requests: int) -> None:
-            # Other words each time, so that nobody's cache knows them.
+            # Other words each time, so that no cache knows them.
             runs = [
                 await _Run(
                     streams, replace(workload, num_requests=num_requests, seed=seed), kind

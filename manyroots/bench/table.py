@@ -22,7 +22,7 @@ from manyroots.bench.table_rows import TableRow, TableRun
 from manyroots.process.torch_allocator import callers_environment
 
 COMPILED = ("--layers", "4", "--repeats", "1", "--num-gpu-blocks-override", "16384")
-"""Behind a run's own arguments. So many pages, because several engines share the memory."""
+"""After a run's own arguments. So many pages, because several engines share the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,4 +263,4 @@ RUNS: tuple[TableRun, ...] = (
         TableRow("10,000 adapters, 70% load, p99, of base", 3.0, slowest_first("adapters-10000")),
     ),
 )  # fmt: skip
-"""Those whose figures are looked at first come first, for whoever has little time."""
+"""Those whose figures are looked at first come first, for runs with little time."""

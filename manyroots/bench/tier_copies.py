@@ -40,7 +40,7 @@ class _DeviceUnits:
 
 
 class UnitBatches:
-    """Batches of units at random places, back and forth, for as long as anybody wants."""
+    """Batches of units at random places, back and forth, until the caller stops."""
 
     def __init__(self, shape: tuple[int, ...], num_units: int, seed: int = 0) -> None:
         device = torch.randint(
@@ -109,7 +109,7 @@ class BusyLink:
             thread.join()
 
     def _run(self, way: str) -> None:
-        # One more is always waiting behind the one that is under way.
+        # One more always waits while one is under way.
         waiting = [self._link.start(way)]
         while not self._is_over.is_set():
             waiting.append(self._link.start(way))

@@ -2,7 +2,7 @@
 
 `hits`: time to the first token of one prompt on an idle engine: computed, found on the device, on
 the host, and in storage by an engine that was just started. `misses`: a load in which no prompt
-comes twice, with tiers and without, turn and turn about: what writing back costs. On a GPU also
+comes twice, with tiers and without, alternately: what writing back costs. On a GPU also
 `copies`, rates between device and host, and `beside`, a decoding batch with and without copies at
 full rate both ways. Engine level, below text and HTTP.
 """
@@ -48,7 +48,7 @@ class TierWorkload:
     parts: tuple[str, ...] = ("hits", "misses")
     """Of those that the module's docstring names."""
     decode_batch: int = 64
-    """How many decode beside copies, `decode_len` tokens behind prompts of `decode_prompt_len`."""
+    """How many decode beside copies, `decode_len` tokens after prompts of `decode_prompt_len`."""
     decode_prompt_len: int = 512
     decode_len: int = 64
     seed: int = 0
@@ -83,7 +83,7 @@ def run_tiers(
 
 
 def _beside(workload: TierWorkload, engine: dict[str, Any]) -> dict[str, Any]:
-    """Decoding with copies at full rate both ways and without, turn and turn about."""
+    """Decoding with copies at full rate both ways and without, alternately."""
     page = engine.get("block_size", 16)
     longest = workload.decode_prompt_len + workload.decode_len + page
     settings = {

@@ -46,7 +46,7 @@ class TrafficRuns:
 
     repeats: int
     with_base: bool
-    """Also the same requests without their adapters, turn and turn about."""
+    """Also the same requests without their adapters, alternately."""
     load: float | None
     """None: no run with arrivals."""
     warm_ups: int = 2
@@ -93,7 +93,7 @@ def run_traffic(
 def _measured(
     settings: dict[str, Any], cases: list[TrafficCase], runs: TrafficRuns
 ) -> list[dict[str, Any]]:
-    """Of cases on one engine, which nobody holds when this returns."""
+    """Of cases on one engine, which is released when this returns."""
     with _engine(settings) as (engine, watched, start_s):
         return [
             {"start_s": start_s, **_Case(case, runs, engine, watched).measure()} for case in cases
@@ -122,7 +122,7 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[s
         "enable_lora": True,
         "lora_modules": tuple(modules),
         "max_lora_rank": max(case.ranks),
-        # As one who runs a server with such adapters alone would say.
+        # As the operator of a server with only such adapters would set it.
         "lora_target_modules": (
             EVERY_MODULE if case.projections == PROJECTIONS else case.projections
         ),

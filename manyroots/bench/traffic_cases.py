@@ -33,7 +33,7 @@ class TrafficCase:
     name: str
     num_requests: int
     prompt_len: Range
-    """Of a request's own, behind its shared head."""
+    """Of a request's own, after its shared head."""
     output_len: Range
     """Exact: the end of text is ignored."""
     num_heads: int = 0

@@ -20,7 +20,7 @@ _JOIN = "join them with llama-gguf-split --merge and pass the joined file"
 
 def model_files(folder: Path) -> list[Path]:
     """What may be passed of a folder's .gguf files: of a model in parts the first alone. All of
-    them if that is not there, so that somebody names them."""
+    them if that is not there, so that an error names them."""
     files = sorted(folder.glob("*.gguf"))
     return [file for file in files if _is_first(file)] or files
 

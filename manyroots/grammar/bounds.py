@@ -143,7 +143,7 @@ def _rules(text: str) -> dict[str, list[str]]:
 
 
 def _check_embedded(text: str, at: int) -> int:
-    """Look at the schema behind a `%json`; gives where it ends."""
+    """Look at the schema after a `%json`; gives where it ends."""
     begin = text.find("{", at)
     if begin < 0 or text[at:begin].strip():
         return at  # no schema, as the library will say

@@ -139,7 +139,7 @@ class GrammarCache:
         )
 
     def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
-        """One that is there: lately used, or held by somebody."""
+        """One that is there: recently used, or held by a request."""
         with self._lock:
             grammar = self._alive.get(params)
             if grammar is not None:

@@ -3,7 +3,7 @@
 Takes rows' grammars, their rules for single tokens and their tokens as they become known; gives
 packed masks. What goes wrong with one row's grammar is that row's fault alone. One thread uses it,
 and no others make masks: on 16 cores a pool of them took longer than one thread, be it with a lexer
-for all rows (copies of a matcher share theirs, behind a lock) or with one for every four (each
+for all rows (copies of a matcher share theirs, under a lock) or with one for every four (each
 learns anew).
 """
 
@@ -58,7 +58,7 @@ class _RowGrammar:
         self.rules = rules
         self.num_prompt_tokens = num_prompt_tokens
         self.num_consumed = num_prompt_tokens
-        """Tokens of the sequence that the matcher has behind it; the prompt's are not its own."""
+        """Tokens of the sequence that the matcher has consumed; the prompt's are not its own."""
         self.min_tokens = num_prompt_tokens + min_tokens
         self.early_stops = tuple(stops) if min_tokens else ()
 
@@ -91,7 +91,7 @@ class GrammarRows:
         self, known: Mapping[int, TokenIds], guesses: Mapping[int, TokenIds] | None = None
     ) -> tuple[Masks, dict[int, str]]:
         """A mask for each row, in the order of `known`, which has all of its tokens so far; and the
-        reasons of rows that have none. After the mask of a row with `guesses` come the masks behind
+        reasons of rows that have none. After the mask of a row with `guesses` come the masks after
         each guess. Where a guess is not allowed, or nothing can follow it, those allow nothing."""
         guesses = guesses or {}
         num_masks = len(known) + sum(map(len, guesses.values()))
@@ -118,7 +118,7 @@ def _follow(
     """Fill in what a row's grammar allows; why it can't, or None."""
     if mine.matcher is None:
         return None
-    # Here, as a machine may lack it on which nobody asks for a shape.
+    # Here, as a machine without structured output may lack it.
     from llguidance.numpy import fill_next_token_bitmask
 
     mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
@@ -131,7 +131,7 @@ def _follow(
 
 
 def _look_ahead(mine: _RowGrammar, tokens: TokenIds, guessed: TokenIds, masks: Masks) -> None:
-    """Fill in the masks behind each guess, given the one before the first, and go back."""
+    """Fill in the masks after each guess, given the one before the first, and go back."""
     from llguidance.numpy import fill_next_token_bitmask
 
     behind, matcher, num_taken = masks[1:], mine.matcher, 0

@@ -44,7 +44,7 @@ class TokenRules:
                 self._ends.setdefault(tokens[-2], []).append(entry)
 
     def narrow(self, mask: Words, output: npt.NDArray[np.int32]) -> None:
-        """Take out of a mask what may not come behind this output."""
+        """Take out of a mask what may not follow this output."""
         mask &= self._always
         if self._budget is not None and _is_spent(self._budget, output):
             word, bit = divmod(self._budget.end, 32)

@@ -41,7 +41,7 @@ class Vocabulary:
 
     def tokenizer(self) -> LLTokenizer:
         """Takes a moment."""
-        # Here, as a machine may lack it on which nobody asks for a shape.
+        # Here, as a machine without structured output may lack it.
         from llguidance import LLTokenizer
 
         wrapper, ends = _Wrapper(self), list(self.eos_ids)

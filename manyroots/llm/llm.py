@@ -105,7 +105,7 @@ class LLM:
         self._weights: str | None = None
         """Those that were taken last, where they are not the model's own."""
         self._missed: list[Output] = []
-        """What came while nobody looked at outputs."""
+        """What came while no call read outputs."""
         self._adapters = {
             module.name: LoRARequest(module.name, lora_path=module.path)
             for module in resolved.lora.lora_modules
@@ -142,7 +142,7 @@ class LLM:
         `prompts`: texts, token ids, or mappings with `prompt` or `prompt_token_ids`, and maybe a
         `cache_salt` of their own. `prompt_token_ids`: the same as ids alone, as older scripts have
         it. `sampling_params`: by default those that the model's makers recommend; what of
-        max_tokens does not fit behind a prompt is cut off.
+        max_tokens does not fit after a prompt is cut off.
         `lora_request`: one adapter for all, or one per prompt with None for the base model.
         `priority`: with scheduling_policy="priority", one for all or one per prompt; the lower,
         the more important. `use_tqdm`: has no effect, nothing is drawn.
@@ -427,7 +427,7 @@ class LLM:
 
     def _begin(self, submits: list[Submit]) -> None:
         """Submit; only while interrupts are held."""
-        # Left behind by a call that was interrupted where it could not tidy up.
+        # Left by a call that was interrupted where it could not tidy up.
         self._end()
         for submit in submits:
             self._under_way.add(submit.request_id)
@@ -438,7 +438,7 @@ class LLM:
         self._loop.handle(Abort(list(self._under_way)))
         while self._loop.has_work:
             self._loop.step()
-            self._loop.take_replies()  # of a load that nobody waits for any more
+            self._loop.take_replies()  # of a load that no call waits for any more
         self._under_way.clear()
         self._missed.clear()
 

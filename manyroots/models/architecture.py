@@ -79,7 +79,7 @@ class Architecture:
     """A checkpoint's tensors under the names, and in the pieces, that the decoder's weights
     have."""
     has_drafting_layers: bool = False
-    """Whether checkpoints have layers behind the last one that guess tokens ahead; they are not
+    """Whether checkpoints have layers after the last one that guess tokens ahead; they are not
     served."""
     fields: Mapping[str, Field] = field(default_factory=dict)
     """What the fields may be that this architecture reads and no other does."""

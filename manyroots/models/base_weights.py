@@ -21,7 +21,7 @@ from manyroots.store.adapter_base import BaseRows
 def base_rows(
     source: ModelSource, spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, BaseRows] | None:
-    """None where the weights are not on this machine, as of a hub id that nobody has served."""
+    """None where the weights are not on this machine, as of a hub id that was never served."""
     found = _of_gguf(source) if source.kind is SourceKind.GGUF else _of_folder(source, spec)
     if found is None:
         return None

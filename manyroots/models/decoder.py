@@ -7,7 +7,7 @@ devices in the kernel set.
     x -> norm -> mixers -> + x
       -> norm -> feed-forward block -> + x
 
-A product is added to the residual stream by the norm behind it; see `layers/deferred_output.py`.
+A product is added to the residual stream by the norm after it; see `layers/deferred_output.py`.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Decoder:
         self.kernels = kernels = kernels_for(device) if kernels is None else kernels
         self.families = families(spec.layers)
         self.num_paged = sum(not family.is_state for family in self.families)
-        """Families of pages; those of states come behind them."""
+        """Families of pages; those of states come after them."""
         number_of = {family.memory: number for number, family in enumerate(self.families)}
         context = LayerContext(
             hidden_size=spec.hidden_size, eps=spec.rms_norm_eps, norm_offset=spec.norm_offset,
@@ -245,8 +245,8 @@ class Decoder:
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm; of the tokens at
-        `logits_indices`, where the step says which. Behind the last layer's mixers, the others are
-        nobody's business."""
+        `logits_indices`, where the step says which. After the last layer's mixers only these are
+        computed."""
         residual = self.embedding(tokens, step)
         product: DeferredOutput | None = None
         last = max(index for index, layer in enumerate(self.layers) if layer.mixers)
@@ -295,7 +295,7 @@ class Decoder:
         return dict(self._lora_parts())
 
     def adapter_targets(self) -> dict[str, Target]:
-        """What adapters may change, for whoever checks their files."""
+        """What adapters may change, to check their files."""
         return {name: part.target for name, part in self._lora_parts()}
 
     def base_rows(self) -> dict[str, BaseRows]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, R1 and Kimi K2: latent attention, and experts behind a few dense layers.
+"""DeepSeek-V2 and V3, R1 and Kimi K2: latent attention, and experts after a few dense layers.
 
 V2 chooses experts by softmax, V3 by sigmoids with a number of each expert that counts in the choice
 alone. Either may choose groups of experts first. V2-Lite has no latent of its queries.

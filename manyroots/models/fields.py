@@ -98,7 +98,7 @@ FIELDS: dict[str, Field] = {
     "hidden_act": NAME,
     # Transformers' masks follow it, of whatever model: embedders made of decoders say false.
     "is_causal": (
-        "true: what sees the tokens behind it can't generate",
+        "true: a model that sees later tokens can't generate",
         lambda value: value is True,
     ),
     "tie_word_embeddings": FLAG,

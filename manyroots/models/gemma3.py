@@ -1,6 +1,6 @@
 """Gemma 3, the text model: five layers with a window to one that sees everything.
 
-A layer has four norms: in front of and behind both of its products. Queries and keys are normalised
+A layer has four norms: before and after both of its products. Queries and keys are normalised
 per head; all norms' weights are stored less one. Windowed layers turn queries and keys by another
 base than the others. Scores are scaled by `query_pre_attn_scalar`, not by the size of the heads,
 and embeddings by the root of their width.

@@ -64,7 +64,7 @@ _HEAD_SIZES = (
 
 
 def refuse_unread(file: GGUFFile, form: GgufForm, head_dim: int) -> None:
-    """Of what a file says, refuse what would be left out of account."""
+    """Of what a file says, refuse what would be ignored."""
     neutral = _NEUTRAL | dict.fromkeys(_HEAD_SIZES, (head_dim,))
     neutral["attention.scale"] = (_as_float32(head_dim**-0.5),)
     for key, values in neutral.items():

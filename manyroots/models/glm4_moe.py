@@ -1,4 +1,4 @@
-"""GLM-4.5 and GLM-4.6: experts chosen by sigmoids, with a shared block, behind a few dense layers.
+"""GLM-4.5 and GLM-4.6: experts chosen by sigmoids, with a shared block, after a few dense layers.
 
 Half of each head is turned. Larger models normalise queries and keys per head. Each expert has a
 number that counts in the choice and not in the weight.

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: latent attention, and experts chosen by sigmoids behind a dense layer."""
+"""GLM-4.7-Flash: latent attention, and experts chosen by sigmoids after a dense layer."""
 
 from __future__ import annotations
 

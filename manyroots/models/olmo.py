@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and block, none in front of them.
+"""OLMo 2 and 3: norms after attention and block, none before them.
 
 Queries and keys are normalised over all heads together. OLMo 3 has three layers with a window to
 one that sees everything; layers of either kind have a rotation of their own.

@@ -1,4 +1,4 @@
-"""Qwen3 mixture of experts: Qwen3 whose feed-forward blocks are experts behind a router.
+"""Qwen3 mixture of experts: Qwen3 whose feed-forward blocks are experts chosen by a router.
 
 Layers that the config excepts, by name (`mlp_only_layers`) or by rhythm (`decoder_sparse_step`),
 have the dense block of Qwen3.

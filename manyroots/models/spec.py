@@ -248,7 +248,7 @@ class ConfigReader:
         )
 
     def _num_positions(self, *, is_rotated: bool) -> int:
-        """What the config says, or what YaRN stretches it to: who adds that to a config, as Qwen's
+        """What the config says, or what YaRN stretches it to: adding that to a config, as Qwen's
         makers advise, leaves the length as it was. `is_rotated`: whether there are rotations."""
         said: int = self.text.max_position_embeddings
         rope = self.text.rope_parameters if is_rotated else {}

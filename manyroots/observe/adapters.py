@@ -1,4 +1,4 @@
-"""Numbers about adapters: where they are, how long they took to get there, who asks for them.
+"""Numbers about adapters: where they are, how long they took to get there, which requests use them.
 
 Takes requests as they begin and end, loads as they end, and the engine's counts when scraped.
 Labels are names that are registered, so that callers can't make new ones; a name that is unloaded
@@ -38,7 +38,7 @@ class AdapterMetrics:
         )  # fmt: skip
         self._load_seconds = Histogram(
             "manyroots:adapter_load_seconds",
-            "Adapters brought nearer: read from storage, or loaded to the device.",
+            "Time to read an adapter from storage or to load it to the device.",
             ("model_name", "source", "target"), buckets=_LOAD_SECONDS, registry=registry,
         )  # fmt: skip
         self._failed = Counter(
@@ -47,7 +47,7 @@ class AdapterMetrics:
         ).labels(model_name)  # fmt: skip
         self._first_token = Histogram(
             "manyroots:adapter_time_to_first_token_seconds",
-            "Until a first token, by where the adapter was when its request came.",
+            "Time to the first token, by where the adapter was when its request came.",
             ("model_name", "adapter_was"), buckets=first_token_buckets, registry=registry,
         )  # fmt: skip
         self.waiting: Tally[AdapterName] = Tally()
@@ -76,7 +76,7 @@ class AdapterMetrics:
 
     def forget(self, adapter: str) -> None:
         """Its name means nothing any more."""
-        with contextlib.suppress(KeyError):  # nobody has asked for it
+        with contextlib.suppress(KeyError):  # no request has named it
             self._requests.remove(self._model_name, adapter)
         for tally in (self.waiting, self.running):
             if not tally[AdapterName(adapter)]:
@@ -127,7 +127,7 @@ class AdapterCounts(Collector):
             {"host": stats.total_loads_from_host, "storage": stats.total_loads_from_storage},
         )  # fmt: skip
         yield self._by_label(
-            "evictions", "Adapters put out of a tier for others.", "tier",
+            "evictions", "Adapters evicted from a tier for others.", "tier",
             {"device": stats.total_device_evictions, "host": stats.total_host_evictions},
         )  # fmt: skip
         left = CounterMetricFamily(

@@ -51,28 +51,40 @@ class Metrics:
         self._labels = {"model_name": model_name}
         self.total_prompt_tokens = 0
         self.total_generation_tokens = 0
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens received.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
             "vllm:request_success", "Sequences that ended, by reason.",
             ("model_name", "finished_reason"), registry=self.registry,
         )  # fmt: skip
-        self.first_token = self._histogram("time_to_first_token_seconds", "Until a first token.")
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.")
-        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Whole sequences.")
-        self.queue = self._histogram("request_queue_time_seconds", "Until it began.")
-        self.prefill = self._histogram("request_prefill_time_seconds", "Begin to first token.")
-        self.decode = self._histogram("request_decode_time_seconds", "First to last token.")
-        self.inference = self._histogram("request_inference_time_seconds", "Begin to last token.")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Time to the first token."
+        )
+        self.inter_token = self._histogram(
+            "inter_token_latency_seconds", "Time between two tokens."
+        )
+        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Time of whole sequences.")
+        self.queue = self._histogram("request_queue_time_seconds", "Time in the queue.")
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Time from leaving the queue to the first token."
+        )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "Time from the first to the last token."
+        )
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "Time from leaving the queue to the last token."
+        )
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "A sequence's mean time between two tokens."
         )
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per step.", _TOKENS)
         self._last_steps = (0, 0)
         self._timers: dict[RequestId, SequenceTimer] = {}
-        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt sizes.", _TOKENS)
+        self.request_prompt = self._histogram(
+            "request_prompt_tokens", "Prompt tokens per sequence.", _TOKENS
+        )
         self.request_generation = self._histogram(
-            "request_generation_tokens", "Completion sizes.", _TOKENS
+            "request_generation_tokens", "Output tokens per sequence.", _TOKENS
         )
         self.registry.register(_EngineCounts(self._labels, read_stats, read_life))
         if cache_config is not None:
@@ -153,7 +165,8 @@ class Metrics:
 
     def _collect_of_server(self) -> Iterable[Metric]:
         counter = CounterMetricFamily(
-            "manyroots:request_read_timeouts", "Requests given up half sent, by what was missing.",
+            "manyroots:request_read_timeouts",
+            "Requests that timed out half sent, by what was missing.",
             labels=["model_name", "part"],
         )  # fmt: skip
         for part, count in self._read_timeouts.items():
@@ -326,13 +339,16 @@ class _EngineCounts(Collector):
             ),
             "manyroots:pages_total": ("Pages on the device.", stats.num_pages),
             "manyroots:pages_free": ("Pages with nothing in them.", stats.num_free_pages),
-            "manyroots:pages_cached": ("Reusable pages nobody holds.", stats.num_cached_pages),
+            "manyroots:pages_cached": (
+                "Reusable pages that no request holds.",
+                stats.num_cached_pages,
+            ),
             "manyroots:pages_held": ("Pages that requests hold.", stats.num_held_pages),
         }
         counters = {
             "manyroots:engine_restarts": ("Dead engines started again.", num_restarts),
             "manyroots:checkpoints_skipped": (
-                "States of recurrent layers not saved for want of room.",
+                "States of recurrent layers that were not saved because memory was full.",
                 stats.total_skipped_checkpoints,
             ),
             "vllm:num_preemptions": ("Sequences retracted for memory.", stats.total_retractions),

@@ -1,6 +1,6 @@
 """One request from its admission to its end: how much it took, how long, and how it ended.
 
-Takes what its sequences give as it comes; gives the facts, once, to whoever wants them: the log
+Takes what its sequences give as it comes; gives the facts, once, to every sink: the log
 (`--enable-log-requests`), traces (`traces.py`). No text of prompts or answers is kept.
 """
 

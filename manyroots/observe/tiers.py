@@ -40,9 +40,11 @@ class TierCounts(Collector):
             stats.missed_tokens,
         )
         if stats.num_host_pages:
-            yield self._gauge("manyroots:host_pages_total", "On the host.", stats.num_host_pages)
             yield self._gauge(
-                "manyroots:host_pages_cached", "With something.", stats.num_cached_host_pages
+                "manyroots:host_pages_total", "Pages in host memory.", stats.num_host_pages
+            )
+            yield self._gauge(
+                "manyroots:host_pages_cached", "Host pages in use.", stats.num_cached_host_pages
             )
         if stats.self_check is not None:
             checks = {
@@ -50,7 +52,10 @@ class TierCounts(Collector):
                 "different": stats.self_check.total_differences,
             }
             yield self._counter(
-                "manyroots:cache_self_checks", "Hits computed again.", "result", checks
+                "manyroots:cache_self_checks",
+                "Cache hits that were recomputed and compared.",
+                "result",
+                checks,
             )
         storage = stats.storage
         if storage is None:
@@ -61,13 +66,21 @@ class TierCounts(Collector):
             "unwritten": storage.total_unwritten_units,
         }
         yield self._counter(
-            "manyroots:storage_units_lost", "Not read or not written.", "reason", lost
+            "manyroots:storage_units_lost",
+            "Units that storage did not read or write.",
+            "reason",
+            lost,
         )
         yield self._counter(
-            "manyroots:storage_outages", "Times given up.", "kind", {"any": storage.total_outages}
+            "manyroots:storage_outages",
+            "Times that storage was switched off after failures.",
+            "kind",
+            {"any": storage.total_outages},
         )
-        yield self._gauge("manyroots:storage_readable", "1 if used.", int(storage.is_read))
-        yield self._gauge("manyroots:storage_writable", "1 if used.", int(storage.is_written))
+        yield self._gauge("manyroots:storage_readable", "1 if reads are on.", int(storage.is_read))
+        yield self._gauge(
+            "manyroots:storage_writable", "1 if writes are on.", int(storage.is_written)
+        )
 
     def _counter(
         self, name: str, text: str, label: str, values: Mapping[str, int]

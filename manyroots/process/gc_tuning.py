@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 def keep_for_good() -> None:
     """Have Python's collector leave alone all that is there now. A server's modules alone are some
-    360,000 objects, and everybody waits while all of them are looked through."""
+    360,000 objects, and all requests wait while it looks through them."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,8 @@
-"""How far a start has come: told by whoever loads, shown by whoever has a terminal or a log.
+"""How far a start has come: reported where it loads, shown where there is a terminal or a log.
 
 `track` passes items on and tells each one; `stage` times a part of the start. Where the news go is
 set by `told_to` around the whole of it: a display on this process' stderr, or the wire to the
-process that has one. Nobody listens unless told to.
+process that has one. By default nothing listens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Display:
         self.close()
 
     def _draw(self, progress: Progress) -> None:
-        # Imported here: benches run where there is nobody to watch, and no rich.
+        # Imported here: benches run where rich is not installed.
         from rich.console import Console
         from rich.progress import Progress as Bar
 

@@ -1,5 +1,5 @@
 """What a plot of a sweep shows, whatever draws it: one panel per measure, one line per combination
-of the axes behind the first. Values of the first axis stand side by side, evenly spaced."""
+of the axes after the first. Values of the first axis stand side by side, evenly spaced."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from manyroots.simulate.transfers import TransferModel
 from manyroots.step import Copy, CopyDone, Plan, StepResult
 
 Replies = Mapping[RequestId, list[int]]
-"""What each sequence says. The executor reads it; whoever submits writes it."""
+"""What each sequence says. The executor reads it; the submitter writes it."""
 
 
 class SimulatedExecutor(Protocol):
@@ -29,13 +29,13 @@ class SimulatedExecutor(Protocol):
 
     fail_next: str | None
     """Makes the next step raise RuntimeError with this, once it has taken in its deltas: rows must
-    not keep tables of sequences that are gone, or a step behind it would write into them."""
+    not keep tables of sequences that are gone, or a later step would write into them."""
 
     def execute(self, plan: Plan) -> StepResult: ...
 
 
 def reply_token(replies: Replies, request_id: RequestId, index: int) -> int:
-    """Token number `index` of a reply. Behind its end a step may still sample one, planned before
+    """Token number `index` of a reply. After its end a step may still sample one, planned before
     the end was known; the scheduler drops it, so that any token will do."""
     reply = replies[request_id]
     return reply[index] if index < len(reply) else 0

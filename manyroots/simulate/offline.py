@@ -2,11 +2,11 @@
 
 Both serve one sequence after the other, by arrival: a sequence finds what is there of its prompt,
 and all its pages are there when it ends. With limited room the best policy evicts the page whose
-next use is farthest away (Belady). That is always the end of a path: whoever reads a page reads all
-before it, so none of those is needed later than the page itself. Keeping prefixes whole therefore
-costs nothing, and no policy that keeps every sequence's pages till it ends computes fewer pages.
-(Where a prompt ends with a page, that page is computed whether it is there or not; it counts as
-used here all the same, so that the optimum in hits may be a page higher for such a request.)
+next use is farthest away (Belady). That is always the end of a path: a request that reads a page
+reads all before it, so none of those is needed later than the page itself. Keeping prefixes whole
+therefore costs nothing, and no policy that keeps every sequence's pages till it ends computes fewer
+pages. (Where a prompt ends with a page, that page is computed whether it is there or not; it counts
+as used here all the same, so that the optimum in hits may be a page higher for such a request.)
 
 A run of the engine can differ from both by a little, either way, because requests overlap there.
 """
@@ -38,7 +38,7 @@ def endless_hit_rate(paths: Paths) -> float:
 
 
 def best_offline_hit_rate(paths: Paths, num_pages: int) -> float:
-    """The same with room for `num_pages`, where whoever evicts knows what will be asked for."""
+    """The same with room for `num_pages`, where eviction knows all later requests."""
     uses = _next_uses(paths.visits)
     num_resident = [0] * len(paths.sizes)
     next_use = [NEVER] * len(paths.sizes)

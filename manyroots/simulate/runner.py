@@ -1,4 +1,4 @@
-"""A runner on virtual time: the seam of `step.py`, with a cost model behind it.
+"""A runner on virtual time: the seam of `step.py` over a cost model.
 
 Takes plans, gives futures that are done when the modelled device would be. Steps run one after
 the other: one launched while another runs begins when that one ends, as on a real device. Copies
@@ -49,7 +49,7 @@ class ModelledRunner:
         self._free_at_s = 0.0
         self._failed: TimedFuture | None = None
         self.wait_at_most_until_s = math.inf
-        """A step that only waits ends then: when somebody comes, as a runner's wait is short."""
+        """A step that only waits ends then: when a request comes, as a runner's wait is short."""
         self.num_steps = 0
         self.num_failed_steps = 0
         self.busy_s = 0.0
@@ -83,7 +83,7 @@ class ModelledRunner:
         return end_s
 
     def _carry_out(self, plan: Plan, future: TimedFuture, duration_s: float) -> None:
-        # Launched behind a failure that the loop does not know of yet: what it reads may never
+        # Launched after a failure that the loop does not know of yet: what it reads may never
         # have been written, and whatever it gives will be dropped.
         rests_on_failure = self._failed is not None and not self._failed.is_taken
         if not rests_on_failure and self._faults.step_fails(plan.step_id):

@@ -120,7 +120,7 @@ class EngineSimulation:
         self.coming: deque[tuple[float, TraceSequence]] = deque()
         """Every sequence it was given, with the time it comes at."""
         self.aborts: list[tuple[int, RequestId]] = []
-        """A heap of (round, who leaves then)."""
+        """A heap of (round, request that leaves then)."""
         self.reloads: list[tuple[int, int, RequestId, str]] = []
         """A heap of (round, 0 to unload or 1 to load again, whose fault it is, adapter)."""
         self.transfers = TransferModel(costs, self.faults, page_size=settings.block_size)
@@ -250,7 +250,7 @@ class EngineSimulation:
             heapq.heappush(self.reloads, (begin, 1, request_id, line.adapter))
 
     def _drain(self) -> None:
-        """All have ended; copies that nobody waits for may still be under way."""
+        """All have ended; copies that no request waits for may still be under way."""
         while self.engine.loop.has_work:
             self._round()
 

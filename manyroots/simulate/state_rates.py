@@ -1,7 +1,7 @@
 """Hit rates of models with states: how well checkpoints are chosen and kept (H12).
 
 As `hit_rates.py`, one sequence after the other, through the real cache, where every page fits and
-states do not: so what is lost is lost for want of a checkpoint. Beside it what the best offline
+states do not: so what is lost is lost without a checkpoint. Beside it what the best offline
 policy finds with room for as many, and a cache without limits.
 """
 

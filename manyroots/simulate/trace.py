@@ -1,4 +1,4 @@
-"""A trace: who asks for what, and when. Plain frozen data.
+"""A trace: requests and their arrival times. Plain frozen data.
 
 A prompt is a list of token ids, or of named segments where only what is shared matters. Reply
 lengths are part of the trace: a simulation has no model that could decide them.

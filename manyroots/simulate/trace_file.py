@@ -4,7 +4,7 @@
      "salt": "tenant-7", "output_tokens": 64, "n": 1, "reply": "answer-1", "ends_by": "stop"}
 
 `prompt` holds token ids or [segment, length] pairs. `salt`, `n`, `reply` and `ends_by` may be left
-out; `adapter` may not, so that nobody simulates the base model by a slip. Whatever is wrong is
+out; `adapter` may not, so that the base model is never simulated by mistake. Whatever is wrong is
 refused with the file, the line and the field.
 
 A file whose first line has `hash_ids` is in Mooncake's format (`mooncake.py`) from end to end, and

@@ -18,7 +18,7 @@ from manyroots.step import AdapterLoaded, Copy, CopyDone, LoadAdapter, LoadId, P
 
 LOST_AFTER_S = 1.0
 """A copy or load without any sign of life is given up after so long, and told of as failed: until
-then nobody may touch either end, and nobody may wait for ever."""
+then neither end may be touched, and no request may wait for ever."""
 
 
 @dataclass(frozen=True, slots=True)

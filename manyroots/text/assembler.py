@@ -20,11 +20,11 @@ _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 
 @dataclass(slots=True)
 class TextDelta:
-    """What one `Output` added to a sequence. Not frozen, because a step makes hundreds; nobody
-    changes one that has been handed on."""
+    """What one `Output` added to a sequence. Not frozen, because a step makes hundreds; none
+    changes after it has been handed on."""
 
     text: str
-    """May lag behind `tokens`: unfinished characters and possible stop strings are held back."""
+    """May lag `tokens`: unfinished characters and possible stop strings are held back."""
     tokens: list[int]
     finish_reason: FinishReason | None
     num_cached_tokens: int

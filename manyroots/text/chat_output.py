@@ -119,7 +119,7 @@ class ChatOutput:
         """There is no more text; gives what was held back. Call once."""
         self._reader.close()
         for _ in self._parsing:
-            raise AssertionError("a format waits for text behind the end")
+            raise AssertionError("a format waits for text after the end")
         self._writer.end()
         return self._writer.take()
 
@@ -142,7 +142,7 @@ class AnswerWriter:
         self._max_calls = max_calls
         self._events: list[ChatEvent] = []
         self._space = ""
-        """White space behind the last text, which may turn out to be layout."""
+        """White space after the last text, which may turn out to be layout."""
         self._is_open = is_continued
         """The last thing said was text of the same kind, so that space belongs to it."""
         self._is_dropping = False
@@ -218,7 +218,7 @@ class AnswerWriter:
         self._events.append(ToolCallArguments(len(calls) - 1, text))
 
     def end(self) -> None:
-        """Space at the very end is the answer's own, unless it lies behind a call."""
+        """Space at the very end is the answer's own, unless it follows a call."""
         self._release()
         if self._space and self.answer.content is not None and not self.answer.tool_calls:
             space, self._space = self._space, ""
@@ -241,7 +241,7 @@ class AnswerWriter:
 
 
 def parse_content(reader: Reader, writer: AnswerWriter) -> Generator[None, None, None]:
-    """All text is content, behind something that is not."""
+    """All text is content, after something that is not."""
     yield from reader.rest(writer.content)
 
 

@@ -17,7 +17,7 @@ class ReasoningMarks:
     begin: str
     end: str
     label: str = ""
-    """What may stand behind the opening mark and is no part of the reasoning."""
+    """What may follow the opening mark and is no part of the reasoning."""
     is_anywhere: bool = False
     """The opening mark begins reasoning wherever it stands; else it is text inside of content."""
 
@@ -67,7 +67,7 @@ class ContentMarks:
         yield self._piece(text[:end])
 
     def finish(self) -> ContentPiece:
-        """What was held back; an opening mark with nothing behind it is left out."""
+        """What was held back; an opening mark with nothing after it is left out."""
         held, self._held = self._held, ""
         is_mark = self._marks.is_anywhere and held.startswith(self._marks.begin)
         return ContentPiece("" if is_mark else held, self._is_reasoning)

@@ -2,7 +2,7 @@
 
 Takes tokens one at a time; gives the text that has become certain. A character whose bytes are
 spread over several tokens appears whole, with its last token. All pieces together, with `flush`,
-equal the text of the whole sequence, behind a prompt: a decoder that takes the first space of a
+equal the text of the whole sequence, after a prompt: a decoder that takes the first space of a
 text does not do so here. Knows nothing of stop strings.
 """
 
@@ -63,7 +63,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other tokenizer: decodes the new token behind the last one that showed, and gives
+    """For every other tokenizer: decodes the new token after the last one that showed, and gives
     what it added.
 
     These decoders join a token to the one before it (spaces, continued words), and none of them

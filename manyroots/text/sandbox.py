@@ -1,7 +1,7 @@
 """Runs a chat template where it can't reach Python.
 
 Takes a template's source and values; gives the rendered text. Templates come with a model, so they
-are somebody's code: jinja2's immutable sandbox, as it is, keeps them off Python's internals and
+are code of strangers: jinja2's immutable sandbox, as it is, keeps them off Python's internals and
 from changing what they are given. What one costs is not limited: a model folder is the operator's,
 and no request brings a template.
 """

@@ -76,7 +76,7 @@ class Tokenizer:
         """The token that begins every text, where there is one."""
 
     def ends_with(self, models: Iterable[int], vocab_size: int) -> tuple[int, ...]:
-        """Tokens that end a text: the model's and the tokenizer's. Who trains on chats often
+        """Tokens that end a text: the model's and the tokenizer's. Training on chats often
         changes the second alone; as in vLLM, both end."""
         own = (token for token in self.eos_token_ids if token < vocab_size)
         return tuple(dict.fromkeys((*models, *own)))
@@ -98,7 +98,7 @@ class Tokenizer:
         except Exception as error:  # the only kind that the tokenizers package raises
             raise RequestError(
                 f"the model's tokenizer can't encode the text ({error}); it lacks a token for it. "
-                "Ask whoever runs the server for another --tokenizer.",
+                "Ask the server's operator for another --tokenizer.",
                 field="prompt",
             ) from error
         ids = list(encoding.ids)
@@ -111,7 +111,7 @@ class Tokenizer:
 
     def for_transformers(self) -> Any:
         """A copy of it as a tokenizer of transformers."""
-        # Imported here: it takes seconds, and only who wants one needs it.
+        # Imported here: it takes seconds, and only some callers need it.
         from transformers import PreTrainedTokenizerFast
 
         backend = Backend.from_str(self._backend.to_str())

@@ -87,7 +87,7 @@ def _has_own_rules(source: str, options: Mapping[str, Any]) -> bool:
         return False
     try:
         return cached_file(source, _WHOLE, revision=options["revision"]) is not None
-    except (OSError, ValueError):  # of no such file, or name: told by who loads it
+    except (OSError, ValueError):  # no such file or name: the loader reports it
         return False
 
 

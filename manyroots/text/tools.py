@@ -36,7 +36,7 @@ class Tool:
     declaration: dict[str, Any]
     """The tool as the caller wrote it, for the chat template."""
     is_strict: bool = False
-    """Arguments must follow the schema, whoever chose to call."""
+    """Arguments must follow the schema, whether the model or the caller chose to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def check_tools(tools: Any, choice: Any, parallel: Any = None) -> ToolUse:
             f"parallel_tool_calls is {_brief(parallel)}; it must be true or false.",
             field="parallel_tool_calls",
         )
-    # Who names a function wants one call of it: so it is with OpenAI's and vLLM's.
+    # Naming a function asks for one call of it, as with OpenAI and vLLM.
     is_parallel = parallel is True if kind is ToolChoice.NAMED else parallel is not False
     return ToolUse(checked, kind, name, is_parallel)
 

@@ -23,9 +23,11 @@ from tests.helpers.snippets import PAGES, ROOT, TUTORIALS, Snippet, snippets
 
 RUN = [snippet for page in PAGES for snippet in snippets(page) if snippet.mark == "<!-- run -->"]
 ENVIRONMENT = os.environ | {
-    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
 }
-"""The commands of this installation come first."""
+"""The commands of this installation come first. On a busy machine several threads wait for each
+other most of the time."""
 ADDRESS = "http://127.0.0.1:8000"
 
 

@@ -42,7 +42,7 @@ class ItemWriter:
         self._is_open = False
 
     def add(self, said: ChatEvent, logprobs: list[Any]) -> list[Event]:
-        """`logprobs`: of the tokens behind this, if they are asked for."""
+        """`logprobs`: of the tokens after this, if they are requested."""
         match said:
             case ReasoningDelta():
                 events, item = self._opened(OutputReasoning)

@@ -1,6 +1,6 @@
-"""Who may see the page's data.
+"""Which callers may see the page's data.
 
-With --admin-key its holders, as everywhere (`middleware.py`). Without one, whoever sits at this
+With --admin-key its holders, as everywhere (`middleware.py`). Without one, a browser on this
 machine: the connection comes from it, no proxy passes others on, and the browser says that it shows
 our own page. So neither another site's page nor a name that was pointed at this machine (DNS
 rebinding) gets an answer.

@@ -84,12 +84,12 @@ class GGUFFile:
                 f"tensor {name!r} of {self.path} (type {info.kind}, {info.shape}) can't be read "
                 f"({error}); the file is incomplete, or in a format this version lacks."
             ) from error
-        # Plain numbers are a view of the file, which nobody may write to.
+        # Plain numbers are a view of the file, which must not be written to.
         return np.require(values, np.float32, "W").reshape(info.shape)
 
 
 def _gguf_package() -> tuple[Any, Any]:
-    """The `gguf` package's arithmetic and its types; only those who read such files need it."""
+    """The `gguf` package's arithmetic and its types; only readers of such files need it."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:

@@ -89,7 +89,7 @@ class ChatFormat:
         tokenizer: Tokenizer,
     ) -> StructuredOutputsParams | None:
         """The shape of a whole completion: what a caller wants of the answer, or a call where the
-        choice of tools demands one, behind the reasoning."""
+        choice of tools demands one, after the reasoning."""
 
         def mark(text: str) -> str:
             index = tokenizer.special_id(text)

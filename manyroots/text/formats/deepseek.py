@@ -39,7 +39,7 @@ def parse_deepseek(reader: Reader, writer: AnswerWriter) -> Wait:
 
 
 def _call(reader: Reader, writer: AnswerWriter) -> Generator[None, None, str | None]:
-    """Behind its mark; gives the mark behind it."""
+    """Starts after its mark; gives the mark that follows."""
     head, mark = yield from reader.collect(SEPARATOR, CALL_END)
     if mark != SEPARATOR:
         writer.content(f"{CALL_BEGIN}{head}{mark or ''}")

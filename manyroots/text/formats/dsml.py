@@ -54,7 +54,7 @@ def parse_dsml(tools: Sequence[Tool]) -> Parse:
 def _call(
     reader: Reader, writer: AnswerWriter, tools: Sequence[Tool]
 ) -> Generator[None, None, str | None]:
-    """Behind the mark before its name; gives the mark that ended it."""
+    """Starts after the mark before its name; gives the mark that ended it."""
     name, mark = yield from reader.collect('">', "\n")
     if mark != '">':
         writer.content(INVOKE + name)

@@ -80,7 +80,7 @@ class _Arguments:
         """Brackets that close what is open."""
 
     def read(self, schema: ArgumentSchema) -> Wait:
-        """Behind the opening bracket."""
+        """Starts after the opening bracket."""
         try:
             yield from self._object(schema)
         except _OverError:
@@ -165,7 +165,7 @@ class _Arguments:
             self._tell(word_as_json(word.strip(), schema))
 
     def _text(self, schema: ArgumentSchema) -> Wait:
-        """Behind its opening quote. A number is written like a string by some."""
+        """Starts after its opening quote. A number is written like a string by some."""
         if schema.may_be_text:
             self._tell('"')
             ended = yield from self._reader.until(

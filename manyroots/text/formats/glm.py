@@ -56,7 +56,7 @@ def parse_glm(tools: Sequence[Tool]) -> Parse:
 def _call(
     reader: Reader, writer: AnswerWriter, tools: Sequence[Tool], name: str
 ) -> Generator[None, None, str | None]:
-    """Behind its name; gives the mark that ended it."""
+    """Starts after its name; gives the mark that ended it."""
     writer.call(name)
     arguments = TextArguments(writer, arguments_of(tools, name))
 

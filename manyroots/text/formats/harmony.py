@@ -68,7 +68,7 @@ def _message(reader: Reader, writer: AnswerWriter, header: str, with_calls: bool
 
 
 def _nothing(text: str) -> None:
-    """Told of what stands behind arguments."""
+    """Receives what follows the arguments."""
 
 
 _THOUGHTS = r"thoughts: ({channel} HEAD {message} TEXT {end} {start} {assistant})*"

@@ -49,7 +49,7 @@ def read_call(reader: Reader, writer: AnswerWriter, offered: Collection[str] | N
 
 
 def read_list(reader: Reader, writer: AnswerWriter) -> Generator[None, None, tuple[bool, str]]:
-    """Read calls behind a mark, in brackets or without. Gives whether there was one, and the text
+    """Read calls after a mark, in brackets or without. Gives whether there was one, and the text
     that was read and is none."""
     has_call, is_listed = False, False
     text = yield from reader.skip_space()
@@ -75,7 +75,7 @@ def read_list(reader: Reader, writer: AnswerWriter) -> Generator[None, None, tup
 
 
 def parse_marked(begins: tuple[str, ...], ends: tuple[str, ...]) -> Parse:
-    """The format of calls behind one of `begins`, with one of `ends` behind them or without. What
+    """The format of calls after one of `begins`, with one of `ends` after them or without. What
     stands there and is no call is content, marks included."""
 
     def parse(reader: Reader, writer: AnswerWriter) -> Wait:
@@ -104,7 +104,7 @@ def parse_unmarked(
 ) -> Parse:
     """The format of calls that stand anywhere in the answer, alone or in a list, in a fence or
     without. `hidden`, `shown`: marks before them, and whether these are content where no call
-    follows. `ends`: marks behind them."""
+    follows. `ends`: marks after them."""
     marks = (*hidden, *shown, _FENCE, "{", "[")
 
     def parse(reader: Reader, writer: AnswerWriter) -> Wait:

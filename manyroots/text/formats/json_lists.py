@@ -1,4 +1,4 @@
-"""Calls as a JSON list: [{"name": ..., "arguments": {...}}, ...], behind a mark of the family's own
+"""Calls as a JSON list: [{"name": ..., "arguments": {...}}, ...], after a mark of the family's own
 or, from xLAM, anywhere in the answer.
 
 Formats: read text, tell calls and content.

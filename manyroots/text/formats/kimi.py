@@ -43,7 +43,7 @@ def parse_kimi(reader: Reader, writer: AnswerWriter) -> Wait:
 
 
 def _call(reader: Reader, writer: AnswerWriter) -> Generator[None, None, str | None]:
-    """Behind its mark; gives the mark behind it."""
+    """Starts after its mark; gives the mark that follows."""
     head, mark = yield from reader.collect(ARGUMENTS, CALL_END, SECTION_END)
     found = _ID.fullmatch(head.strip())
     if mark != ARGUMENTS or found is None:

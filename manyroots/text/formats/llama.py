@@ -1,5 +1,5 @@
 """Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}, alone, among other text or
-behind <|python_tag|>; several are parted by semicolons.
+after <|python_tag|>; several are separated by semicolons.
 
 A format: reads text, tells calls and content. An object that does not name one of the tools, or has
 no arguments, is content.

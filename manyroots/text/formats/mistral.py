@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them, behind [TOOL_CALLS]: a JSON list of calls, or for each its
+"""Calls as Mistral's models write them, after [TOOL_CALLS]: a JSON list of calls, or for each its
 name, [ARGS] and the arguments.
 
 A format: reads text, tells calls and content.

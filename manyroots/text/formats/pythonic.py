@@ -89,7 +89,7 @@ def _marked(reader: Reader, writer: AnswerWriter, end: str) -> Generator[None, N
 
 
 def parse_pythonic(offered: Collection[str]) -> Parse:
-    """`offered`: the tools that a list behind other text must call."""
+    """`offered`: the tools that a list after other text must call."""
 
     def parse(reader: Reader, writer: AnswerWriter) -> Wait:
         space = yield from reader.skip_space()
@@ -114,7 +114,7 @@ def parse_pythonic(offered: Collection[str]) -> Parse:
 
 
 def _list_begins(reader: Reader) -> Generator[None, None, tuple[str, str]]:
-    """A bracket and what may be a call's name behind it; the name is "" where there is none."""
+    """A bracket and what may be a call's name after it; the name is "" where there is none."""
     text = ""
     while True:
         found = _LIST.fullmatch(text)
@@ -128,7 +128,7 @@ def _list_begins(reader: Reader) -> Generator[None, None, tuple[str, str]]:
 
 
 def _list(reader: Reader, writer: AnswerWriter, offered: Collection[str]) -> Wait:
-    """A list of calls without marks, behind its opening bracket."""
+    """A list of calls without marks, after its opening bracket."""
     has_call, text = False, "["
     while True:
         space = yield from reader.skip_space()

@@ -34,7 +34,7 @@ class TextArguments:
         is_text: bool | None = None,
         spell: Callable[[str, ArgumentSchema], str] = as_json,
     ) -> Generator[None, None, bool]:
-        """Tell one argument; gives whether it came to its end. `trailing`: layout behind the text,
+        """Tell one argument; gives whether it came to its end. `trailing`: layout after the text,
         left out where it is there. `is_text`: whether it is a string; by the schema if None.
         `spell`: the JSON of a text that may be more than a string."""
         schema = self.schema.property(key)

@@ -134,7 +134,7 @@ class _Trial:
         """There is no more text: tell what it is."""
         self._reader.close()
         for _ in self._parsing:
-            raise AssertionError("a format waits for text behind the end")
+            raise AssertionError("a format waits for text after the end")
         if not self._writer.answer.tool_calls:
             writer.reasoning(self.text)
             return
@@ -143,4 +143,4 @@ class _Trial:
         reader.push(self.text)
         reader.close()
         for _ in self._answer(reader, writer):
-            raise AssertionError("a format waits for text behind the end")
+            raise AssertionError("a format waits for text after the end")

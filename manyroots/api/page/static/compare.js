@@ -41,7 +41,7 @@ export function compare() {
     const message = text.value.trim();
     const models = wanted();
     if (!message || !models.length) {
-      setText(error, message ? "Choose whom to ask." : "Write a message first.");
+      setText(error, message ? "Choose a model to ask." : "Write a message first.");
       return;
     }
     if (talks.map((talk) => talk.model).join() !== models.map((one) => one.model).join()) {

@@ -1,4 +1,4 @@
-// Tokens per second, who runs and waits, times, and where the memory is.
+// Tokens per second, what runs and waits, times, and where the memory is.
 
 import { h, panel, setText, swatch } from "./dom.js";
 import { MEMORY, store } from "./store.js";

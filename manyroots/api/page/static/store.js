@@ -1,4 +1,4 @@
-// What the server has told so far, and who wants to know of changes.
+// What the server has told so far, and which views want to know of changes.
 
 export const store = {
   facts: {},

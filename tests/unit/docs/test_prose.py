@@ -1,0 +1,33 @@
+"""The check of prose finds what it is for, and the repository passes it."""
+
+from __future__ import annotations
+
+from tools.docs.prose import faults, faults_in, markdown_faults, python_faults, sources
+
+
+def test_d04_the_prose_has_no_fault() -> None:
+    """D04."""
+    assert faults() == []
+    assert len(sources()) > 200
+
+
+def test_d04_words_to_avoid_are_found() -> None:
+    """D04."""
+    assert [fault.split(":")[0] for fault in faults_in("Nobody waits behind whoever came.")] == [
+        "'Nobody'", "'whoever'", "'behind'",
+    ]  # fmt: skip
+    assert list(faults_in("A whole row that waits behind a proxy, whose end is near")) == []
+
+
+def test_code_and_names_are_no_prose() -> None:
+    page = "Run `who` now.\n\n```sh\nfor who in a b; do echo behind; done\n```\n"
+    assert list(markdown_faults(page)) == []
+    source = "behind = nobody(who)\nx = f'{behind}'\n"
+    assert list(python_faults(source)) == []
+
+
+def test_lines_of_faults_are_told() -> None:
+    long = "a" * 60 + " " + "b" * 60
+    assert [line for line, _ in markdown_faults(f"# A\n\n{long}\n| {long} |\nwho\n")] == [3, 5]
+    text = '"""One.\n\nTwo, which nobody reads.\n"""\n# whoever\n'
+    assert [line for line, _ in python_faults(text)] == [3, 5]

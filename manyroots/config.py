@@ -452,6 +452,9 @@ class EngineSettings:
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     tiers: TierSettings = field(default_factory=TierSettings)
+    reports_pages: bool = False
+    """Whether each step's messages say which pages came and went. A gateway of several engines asks
+    for it."""
 
     def __post_init__(self) -> None:
         if self.scheduler.speculative_config and self.model.tensor_parallel_size > 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.ids import AdapterName, Namespace, RequestId, Tier
+from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId, Tier
 from manyroots.sampling import SamplingParams
 from manyroots.step import Bools, Int32s, TokenLogprobs
 
@@ -321,6 +321,8 @@ class EngineInfo:
     scheduling_policy: str
     max_loras: int
     """Most distinct adapters in one step; 0 without --enable-lora."""
+    page_identity: bytes = b""
+    """Of the model and its layout, in the hashes of its pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +444,19 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class PageChange:
+    """Pages that can be reused from now on, or no more; for a router of several engines."""
+
+    tier: Tier
+    hashes: list[int]
+    """The last 64 bits of each page's hash, as in KV events."""
+    is_stored: bool
+    adapter: tuple[AdapterName, AdapterDigest] | None = None
+    """Of stored pages: what the adapter that computed them is called, and its content. None for
+    the base model, and for an adapter without a name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """Everything the engine says after one step."""
 
@@ -450,3 +465,5 @@ class Batch:
     replies: list[LoraReply] = field(default_factory=list)
     loads: list[LoadTime] = field(default_factory=list)
     controls: list[ControlReply] = field(default_factory=list)
+    pages: list[PageChange] = field(default_factory=list)
+    """Where `EngineSettings.reports_pages` asks for them."""

@@ -79,6 +79,18 @@ class ServerSettings:
         "Consecutive restarts of a dead engine process, after pauses of 1, 2, 4... seconds; then "
         "the server exits. 0: never restart. Five minutes of service reset the count.",
     )
+    replicas: int = option(
+        1, "Engine processes on this machine; a router chooses one for each request."
+    )
+    routing_policy: str = option(
+        "expected-ttft",
+        "How the router chooses a replica: by the expected time to the first token, by the "
+        "shortest queue, or in turn.",
+        choices=("expected-ttft", "least-queue", "round-robin"),
+    )
+    replica_silence_s: float = option(
+        60.0, "Seconds after which a replica that has requests and says nothing is drained."
+    )
     max_api_restarts: int = option(
         3,
         "Consecutive restarts of a crashed API process, after pauses of 0, 1, 2... seconds; then "
@@ -117,6 +129,13 @@ class ServerSettings:
         at_least(self, "max_body_bytes", 1024)
         at_least(self, "max_prompts_per_request", 1)
         at_least(self, "max_engine_restarts", 0)
+        if not 1 <= self.replicas <= 1000:
+            raise ConfigError(f"--replicas is {self.replicas}; it must be from 1 to 1000.")
+        if not 0.0 < self.replica_silence_s <= 86400.0:
+            raise ConfigError(
+                f"--replica-silence-s is {self.replica_silence_s}; it must be above 0 and at most "
+                "86400."
+            )
         at_least(self, "max_api_restarts", 0)
         if not 0.0 < self.request_read_timeout_s <= 86400.0:
             raise ConfigError(

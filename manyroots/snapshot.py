@@ -219,6 +219,22 @@ class TreeView:
     """(node, pages) in the order in which cached pages would go, as far ahead as was looked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """One of the engines of a gateway."""
+
+    number: int
+    is_up: bool
+    is_drained: bool
+    """It does not answer, and gets no requests until it does."""
+    num_open: int
+    """Requests that it has now."""
+    num_requests: int
+    """Requests that it was given since the gateway started."""
+    num_restarts: int
+    pid: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Everything at one moment."""

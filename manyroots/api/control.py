@@ -5,6 +5,8 @@ Only there with --admin-key, and only for it. Named as vLLM names them, and as S
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -13,9 +15,11 @@ from manyroots.api.body import read_request
 from manyroots.api.endpoints import Endpoint, post
 from manyroots.api.events import json_response
 from manyroots.api.requests import Ignored
+from manyroots.api.responses import Replica, Replicas
 from manyroots.api.state import server_of
 from manyroots.engine.client import EngineClient, PauseMode
 from manyroots.errors import RequestError, UnavailableError
+from manyroots.gateway.replica_set import ReplicaSet
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -109,6 +113,14 @@ _POSTED = (
     (("/reset_prefix_cache", "/flush_cache"), reset_cache, "Forget what could be reused."),
 )
 
+
+async def list_replicas(request: Request) -> Response:
+    """The engines of this server; none are listed where there is one."""
+    engine = server_of(request).engine
+    views = engine.replicas if isinstance(engine, ReplicaSet) else []
+    return json_response(Replicas([Replica(**dataclasses.asdict(view)) for view in views]))
+
+
 CONTROL_ENDPOINTS = [
     *(
         Endpoint(path, handler, text, answer=ControlDone, methods=("POST",), is_admin=True)
@@ -122,4 +134,7 @@ CONTROL_ENDPOINTS = [
     ),
     Endpoint("/is_paused", is_paused, "Whether it is paused.", is_admin=True),
     Endpoint("/is_sleeping", is_sleeping, "Whether it sleeps.", is_admin=True),
+    Endpoint(
+        "/v1/replicas", list_replicas, "The engines of this server.", answer=Replicas, is_admin=True
+    ),
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyroots.api.errors import error_response
 from manyroots.api.tenants import Tenants, set_tenant
+from manyroots.gateway.session import MAX_SESSION_CHARS, SESSION_HEADER, current_session
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
@@ -53,7 +54,10 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = id_or_new(Headers(scope=scope).getlist("x-request-id"))
+        headers = Headers(scope=scope)
+        request_id = id_or_new(headers.getlist("x-request-id"))
+        if session := headers.get(SESSION_HEADER):
+            current_session.set(session[:MAX_SESSION_CHARS])
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

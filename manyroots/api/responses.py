@@ -256,6 +256,24 @@ class AdapterStates(msgspec.Struct):
     object: str = "list"
 
 
+class Replica(msgspec.Struct, kw_only=True):
+    """One of the engines of a server with --replicas."""
+
+    number: int
+    is_up: bool
+    is_drained: bool
+    """It does not answer, and gets no requests until it does."""
+    num_open: int
+    num_requests: int
+    num_restarts: int
+    pid: int | None
+
+
+class Replicas(msgspec.Struct):
+    data: list[Replica]
+    object: str = "list"
+
+
 class LoraLoaded(msgspec.Struct, kw_only=True):
     """What a name means from now on."""
 

@@ -30,11 +30,13 @@ from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
+from manyroots.gateway.local import local_replicas
 from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
 from manyroots.observe.traces import Traces
 from manyroots.process.gc_tuning import keep_for_good, taken_apart_at_exit
 from manyroots.process.progress import Display
+from manyroots.routing.router import RoutingPolicy
 from manyroots.server_config import ServerSettings, check_together
 
 logger = logging.getLogger("manyroots")
@@ -80,11 +82,7 @@ def _serve_one_life(
         Display(is_on=engine_settings.model.progress_bars) as display,
         taken_apart_at_exit(),
     ):
-        engine = ProcessClient(
-            engine_settings,
-            max_restarts=server_settings.max_engine_restarts,
-            on_progress=display,
-        )
+        engine = _make_engine(engine_settings, server_settings, display)
         server = _Server(
             engine, engine_settings, server_settings, listener, on_ready=keep_for_good, life=life
         )
@@ -95,6 +93,24 @@ def _serve_one_life(
             return asyncio.run(server.run())
         finally:
             traces.close()
+
+
+def _make_engine(
+    engine_settings: EngineSettings, settings: ServerSettings, display: Display
+) -> EngineClient:
+    """One engine process, or several and their router."""
+    if settings.replicas == 1:
+        return ProcessClient(
+            engine_settings, max_restarts=settings.max_engine_restarts, on_progress=display
+        )
+    return local_replicas(
+        engine_settings,
+        settings.replicas,
+        policy=RoutingPolicy(settings.routing_policy),
+        max_restarts=settings.max_engine_restarts,
+        silence_s=settings.replica_silence_s,
+        on_progress=display,
+    )
 
 
 def check_certificates(settings: ServerSettings) -> None:

@@ -26,8 +26,10 @@ from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import UnavailableError
+from manyroots.gateway.replica_set import ReplicaSet
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
+from manyroots.observe.replicas import ReplicaCounts
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
 from manyroots.observe.traffic import TrafficRing
 from manyroots.observe.usage import RefusedCounts, UsageCounts, UsageLog
@@ -91,6 +93,10 @@ class Service:
             cache_config=_cache_config(engine.info, cache or CacheSettings()),
         )
         engine.watch(self.metrics)
+        if isinstance(engine, ReplicaSet):
+            self.metrics.registry.register(
+                ReplicaCounts(model_name, lambda: engine.replicas, lambda: engine.num_rerouted)
+            )
 
 
 def _cache_config(info: EngineInfo, cache: CacheSettings) -> dict[str, str]:

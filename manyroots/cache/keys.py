@@ -149,6 +149,11 @@ class PageHasher:
         return seed
 
 
+def short_hash(page: bytes) -> int:
+    """A page's hash as routers know it: its last 64 bits."""
+    return int.from_bytes(page[-8:], "big")
+
+
 def framed(*fields: bytes) -> bytes:
     """Fields behind each other so that none can be mistaken for a part of another."""
     return b"".join(struct.pack("<Q", len(field)) + field for field in fields)

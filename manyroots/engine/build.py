@@ -24,6 +24,7 @@ from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits, slot_bytes
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
+from manyroots.engine.page_report import PageReport
 from manyroots.engine.self_check import SelfCheck
 from manyroots.engine.snapshots import EngineMemory, EngineParts
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
@@ -52,6 +53,8 @@ class Engine:
     info: EngineInfo
     parts: EngineParts
     """What snapshots are taken of."""
+    pages: PageReport | None
+    """Which pages came and went, where a gateway asks for it."""
 
 
 def build_engine(
@@ -69,7 +72,8 @@ def build_engine(
     model, page_size = executor.worker.model, settings.cache.block_size
     memory, max_model_len = executor.worker.memory, executor.sizes.max_model_len
     layout = CacheLayout.of(page_size, executor.worker.capacities(settings, executor.sizes))
-    cache = PrefixCache(layout, _policies(settings, source, model, page_size))
+    policies = _policies(settings, source, model, page_size)
+    cache = PrefixCache(layout, policies)
     limits = adapter_limits(settings.lora, executor.sizes.adapter_room, model)
     adapters = Residency(limits)
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
@@ -89,19 +93,23 @@ def build_engine(
         device=str(model.device),
         scheduling_policy=settings.scheduler.scheduling_policy,
         max_loras=limits.max_loras or min(limits.num_slots or 0, settings.scheduler.max_num_seqs),
+        page_identity=policies.identity,
     )
     directory = None
     if executor.adapters is not None:
         files = executor.adapters.files
         directory = AdapterDirectory(settings.lora, scheduler, files, base_names=base_names)
     compiles = GrammarCompiles(executor.grammars)
+    pages, events = None, _make_events(settings, scheduler)
+    if settings.reports_pages:
+        pages = events = PageReport(scheduler.adapter_name, events)
     loop = EngineLoop(
         scheduler,
         executor.runner if watch is None else watch(executor.runner),
         directory=directory,
         compiles=compiles,
         alarm=executor.alarm,
-        events=_make_events(settings, scheduler),
+        events=events,
         make_check=_make_check(settings, scheduler, executor),
         take_weights=_take_weights(settings, model, page_size),
     )
@@ -121,7 +129,7 @@ def build_engine(
         settings.scheduler.max_num_seqs,
         settings.scheduler.max_num_batched_tokens,
     )
-    return Engine(loop, info, parts)
+    return Engine(loop, info, parts, pages)
 
 
 def free_memory() -> None:
@@ -163,7 +171,12 @@ def _policies(
     policies = tier_policies(settings.tiers, is_gpu=model.device.type == "cuda")
     with stage("model identity"):
         identity = _identity(settings, source, model, page_size)
-    return replace(policies, reuse=settings.cache.enable_prefix_caching, identity=identity)
+    return replace(
+        policies,
+        reuse=settings.cache.enable_prefix_caching,
+        identity=identity,
+        records_events=policies.records_events or settings.reports_pages,
+    )
 
 
 def _identity(

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import zmq
@@ -39,7 +39,9 @@ _NUM_LAST_LINES = 20
 class Child:
     """Owns one process, its socket, and until they are connected the folder of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of the process beside ours."""
+        self._environment = dict(environment or {})
         # A folder of our own, so that nobody else on the machine can reach the socket.
         self._folder = tempfile.TemporaryDirectory(prefix="manyroots-")
         self._context = zmq.asyncio.Context()
@@ -70,7 +72,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
             stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=engine_environment(),
+            start_new_session=True, env={**engine_environment(), **self._environment},
         )  # fmt: skip
         self._reader = asyncio.create_task(self._pass_lines_on())
         greeting = asyncio.create_task(self._greet(settings, on_progress))

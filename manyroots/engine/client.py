@@ -29,6 +29,15 @@ NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Of an engine that has nothing: before its first step, and while its process is gone."""
 
 
+class EngineDiedError(UnavailableError):
+    """The engine that had a request is dead."""
+
+    def __init__(self, reason: str, *, has_begun: bool) -> None:
+        """`has_begun`: it had begun to compute the request, which may be what killed it."""
+        super().__init__(reason)
+        self.has_begun = has_begun
+
+
 class PauseMode(enum.Enum):
     """What a pause does with sequences that have begun."""
 

@@ -23,6 +23,7 @@ import numpy as np
 import zmq
 
 from manyroots.cache.events import CacheEvent, PagesStored
+from manyroots.cache.keys import short_hash
 from manyroots.errors import ConfigError
 from manyroots.ids import AdapterDigest, AdapterName, Tier
 from manyroots.kv_configs import EventsChoice
@@ -72,11 +73,6 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
-
-
-def short_hash(page: bytes) -> int:
-    """A page's hash as routers know it: its last 64 bits."""
-    return int.from_bytes(page[-8:], "big")
 
 
 def to_wire(event: CacheEvent, page_size: int, name_of: NameOf) -> BlockStored | BlockRemoved:

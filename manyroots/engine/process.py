@@ -19,6 +19,7 @@ import zmq
 
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
+from manyroots.engine.page_report import PageReport
 from manyroots.engine.snapshots import Snapshots
 from manyroots.engine.wire import MessageKind, SubmitReader, decode, encode
 from manyroots.errors import ManyrootsError
@@ -72,7 +73,8 @@ def _serve(socket: Socket, begin: float, import_s: float) -> int:
     socket.send_multipart(encode(MessageKind.READY, engine.info))
     try:
         engine.loop.ring = StepRing(engine.info.max_num_seqs)
-        run(socket, engine.loop, Snapshots(engine.parts, engine.loop, engine.loop.ring))
+        snapshots = Snapshots(engine.parts, engine.loop, engine.loop.ring)
+        run(socket, engine.loop, snapshots, engine.pages)
     except Exception as error:
         logger.exception("the engine died")
         _say_why(socket, str(error))
@@ -90,7 +92,12 @@ def _say_why(socket: Socket, reason: str) -> None:
         pass
 
 
-def run(socket: Socket, loop: EngineLoop, snapshots: Snapshots | None = None) -> None:
+def run(
+    socket: Socket,
+    loop: EngineLoop,
+    snapshots: Snapshots | None = None,
+    pages: PageReport | None = None,
+) -> None:
     """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
         loop.wake_by(bell.ring)
@@ -129,6 +136,7 @@ def run(socket: Socket, loop: EngineLoop, snapshots: Snapshots | None = None) ->
                     loop.take_replies(),
                     loop.take_loads(),
                     loop.take_controls(),
+                    [] if pages is None else pages.take(),
                 )
                 socket.send_multipart(encode(MessageKind.BATCH, batch))
             if snapshots is not None and snapshots.is_asked:

@@ -18,7 +18,14 @@ from typing import Any
 
 from manyroots.config import EngineSettings
 from manyroots.engine.child import Child
-from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, control_error, lora_error
+from manyroots.engine.client import (
+    NO_COUNTS,
+    EngineDiedError,
+    EngineWatch,
+    PauseMode,
+    control_error,
+    lora_error,
+)
 from manyroots.engine.weight_folders import find_weights
 from manyroots.engine.wire import MessageKind
 from manyroots.errors import ManyrootsError, UnavailableError
@@ -33,6 +40,7 @@ from manyroots.messages import (
     LoadLora,
     LoraReply,
     Output,
+    PageChange,
     Stats,
     Submit,
     UnloadLora,
@@ -56,16 +64,16 @@ class _Mailbox:
     __slots__ = ("_items", "_waiter")
 
     def __init__(self) -> None:
-        self._items: deque[Output | str] = deque()
+        self._items: deque[Output | UnavailableError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Output | str) -> None:
+    def put(self, item: Output | UnavailableError) -> None:
         self._items.append(item)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    async def get(self) -> Output | str:
+    async def get(self) -> Output | UnavailableError:
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -76,8 +84,9 @@ class _Mailbox:
 class _Request:
     submit: Submit
     outputs: _Mailbox = field(default_factory=_Mailbox)
-    """A text says why there will be none."""
+    """An error says why there will be none."""
     has_begun: bool = False
+    has_outputs: bool = False
 
 
 class ProcessClient:
@@ -90,8 +99,21 @@ class ProcessClient:
         max_restarts: int = 0,
         first_pause_s: float = FIRST_PAUSE_S,
         on_progress: Callable[[Progress], None] = lambda progress: None,
+        make_child: Callable[[], Child] = Child,
+        hands_back: bool = False,
+        on_life: Callable[[bool], None] = lambda is_serving: None,
+        on_pages: Callable[[list[PageChange]], None] = lambda changes: None,
     ) -> None:
-        """`max_restarts`: how often in a row a dead process is started again."""
+        """`max_restarts`: how often in a row a dead process is started again. `hands_back`: if the
+        process dies, requests that wait fail with EngineDiedError too, because another engine can
+        take them. `on_life`: told when it begins or ceases to serve. `on_pages`: told which pages
+        came and went."""
+        self._make_child = make_child
+        self._hands_back = hands_back
+        self._on_life = on_life
+        self._on_pages = on_pages
+        self.heard_at = time.monotonic()
+        """When the process last said something."""
         self._settings = settings
         self._max_restarts = max_restarts
         self._first_pause_s = first_pause_s
@@ -154,7 +176,7 @@ class ProcessClient:
     async def start(self) -> None:
         self._over = asyncio.get_running_loop().create_future()
         self._info = await self._start_child(self._settings)
-        self._is_serving = True
+        self._set_serving(True)
         self._supervisor = asyncio.create_task(self._supervise())
         self._supervisor.add_done_callback(self._supervision_ended)
 
@@ -171,8 +193,8 @@ class ProcessClient:
             child.send(MessageKind.SUBMIT, request)
             while True:
                 output = await mine.outputs.get()
-                if isinstance(output, str):
-                    raise UnavailableError(output)
+                if isinstance(output, UnavailableError):
+                    raise output
                 if output.finish_reason is not None:
                     self._requests.pop(request.request_id, None)
                 yield output
@@ -200,11 +222,28 @@ class ProcessClient:
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
         unload = UnloadLora(next(self._op_ids), name)
         reply = await self._ask(self._serving_child(), MessageKind.UNLOAD, unload)
+        self.note_unload(name)
+        return reply
+
+    def note_load(self, load: LoadLora) -> None:
+        """An adapter to load before it serves again; for a process that is being started."""
+        self._loads[load.name] = replace(load, op_id=next(self._op_ids))
+
+    def note_unload(self, name: AdapterName) -> None:
+        """The same for an adapter that is unloaded meanwhile."""
         self._loads.pop(name, None)
         lora = self._settings.lora
         modules = tuple(module for module in lora.lora_modules if module.name != name)
         self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
-        return reply
+
+    def hand_back_waiting(self, reason: str) -> None:
+        """Give up requests that have no outputs, so that another engine can take them."""
+        for request_id, request in list(self._requests.items()):
+            if not request.has_outputs:
+                del self._requests[request_id]
+                request.outputs.put(EngineDiedError(reason, has_begun=False))
+                if self._is_serving:
+                    self._serving_child().send(MessageKind.ABORT, Abort([request_id]))
 
     @property
     def is_paused(self) -> bool:
@@ -243,7 +282,8 @@ class ProcessClient:
         keeps = mode is PauseMode.KEEP  # nothing could be kept
         await self.pause(PauseMode.WAIT if keeps else mode)
         self._woken.clear()
-        self.is_asleep, self._is_serving = True, False
+        self.is_asleep = True
+        self._set_serving(False)
         assert self._child is not None
         self._child.send(MessageKind.CLOSE, None)
 
@@ -300,6 +340,11 @@ class ProcessClient:
 
     # One life
 
+    def _set_serving(self, is_serving: bool) -> None:
+        if self._is_serving != is_serving:
+            self._is_serving = is_serving
+            self._on_life(is_serving)
+
     def _serving_child(self) -> Child:
         if self._is_serving and self._child is not None:
             return self._child
@@ -313,7 +358,7 @@ class ProcessClient:
         raise UnavailableError(f"{self._cause}; it is being started again, try again later")
 
     async def _start_child(self, settings: EngineSettings) -> EngineInfo:
-        self._child = Child()
+        self._child = self._make_child()
         try:
             return await self._child.start(settings, self._tell_progress)
         finally:
@@ -338,6 +383,7 @@ class ProcessClient:
         return reply
 
     def _take(self, kind: MessageKind, body: Any) -> None:
+        self.heard_at = time.monotonic()
         if kind is MessageKind.BEGUN:
             for request_id in body:
                 if (mine := self._requests.get(request_id)) is not None:
@@ -352,9 +398,11 @@ class ProcessClient:
             return
         assert isinstance(body, Batch)
         self._stats = body.stats
+        if body.pages:
+            self._on_pages(body.pages)
         for output in body.outputs:
             if (mine := self._requests.get(output.request_id)) is not None:
-                mine.has_begun = True
+                mine.has_begun = mine.has_outputs = True
                 mine.outputs.put(output)
         for control in body.controls:
             asked = self._controls.get(control.op_id)
@@ -412,16 +460,16 @@ class ProcessClient:
 
     def _mourn(self, cause: str, last_lines: list[str]) -> None:
         """Say that it is dead, and fail what died with it."""
-        self._is_serving = False
+        self._set_serving(False)
         self._died_at = time.monotonic()
         self.progress = Progress("Ending what is left of the engine", 0, 1)
         self._cause, self._stats = cause, None
         said = "".join(f"\n    {line}" for line in last_lines)
         logger.error("%s%s", cause, f"; the last it wrote:{said}" if said else "")
         for request_id, request in list(self._requests.items()):
-            if request.has_begun:
+            if request.has_begun or self._hands_back:
                 del self._requests[request_id]
-                request.outputs.put(cause)
+                request.outputs.put(EngineDiedError(cause, has_begun=request.has_begun))
         self._end_operations(cause)
         self._resumed.set()  # the next process is not paused
 
@@ -488,26 +536,29 @@ class ProcessClient:
         """Load again what was loaded, then hand over those who waited."""
         if is_first:
             return
-        asked = [
-            (load.name, self._ask(child, MessageKind.LOAD, replace(load, in_place=True)))
-            for load in self._loads.values()
-        ]
-        replies = await asyncio.gather(*(reply for _, reply in asked), return_exceptions=True)
-        for (name, _), reply in zip(asked, replies, strict=True):
-            if isinstance(reply, BaseException):
-                logger.error("adapter %s could not be loaded again: %s", name, reply)
+        done: dict[AdapterName, LoadLora] = {}
+        # More may be noted while these load.
+        while missing := [load for load in self._loads.values() if done.get(load.name) != load]:
+            asked = [
+                self._ask(child, MessageKind.LOAD, replace(load, in_place=True)) for load in missing
+            ]
+            replies = await asyncio.gather(*asked, return_exceptions=True)
+            for load, reply in zip(missing, replies, strict=True):
+                done[load.name] = load
+                if isinstance(reply, BaseException):
+                    logger.error("adapter %s could not be loaded again: %s", load.name, reply)
         for request in self._requests.values():
             child.send(MessageKind.SUBMIT, request.submit)
-        self._is_serving = True
+        self._set_serving(True)
         logger.info("the engine serves again; %d requests had waited", len(self._requests))
 
     def _give_up(self, reason: str) -> None:
-        self._is_serving = False
+        self._set_serving(False)
         self.progress = None
         if self._over is not None and not self._over.done():
             self._over.set_result(reason)
         for request in self._requests.values():
-            request.outputs.put(reason)
+            request.outputs.put(EngineDiedError(reason, has_begun=request.has_begun))
         self._requests.clear()
         self._end_operations(reason)
         self._resumed.set()

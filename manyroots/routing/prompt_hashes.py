@@ -5,11 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from manyroots.cache.keys import Owner, PageHasher
+from manyroots.cache.keys import Owner, PageHasher, short_hash
 from manyroots.ids import Namespace
 
 _TOKEN_BYTES = 4
-_HASH_BYTES = 8
 
 
 class PromptHasher:
@@ -17,7 +16,7 @@ class PromptHasher:
     pages: its prompts are found only where the whole prefix is the adapter's own."""
 
     def __init__(self, identity: bytes, page_size: int) -> None:
-        """`identity`: of the model and its page layout (`EngineInfo.identity`)."""
+        """`identity`: of the model and its page layout (`EngineInfo.page_identity`)."""
         self._hasher = PageHasher(identity, page_size * _TOKEN_BYTES)
         self._page_size = page_size
 
@@ -29,8 +28,3 @@ class PromptHasher:
         keys = tokens.tobytes()[: num_pages * self._page_size * _TOKEN_BYTES]
         pages = self._hasher.chain(self._hasher.root, Owner(namespace, 0), keys)
         return [short_hash(page) for page in pages]
-
-
-def short_hash(page: bytes) -> int:
-    """A page's hash as routers know it: its last 64 bits."""
-    return int.from_bytes(page[-_HASH_BYTES:], "big")

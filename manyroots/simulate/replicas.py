@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from manyroots.cache.events import CacheEvent, PagesStored
+from manyroots.cache.keys import short_hash
 from manyroots.errors import ConfigError
 from manyroots.ids import Tier
 from manyroots.messages import Output
-from manyroots.routing.prompt_hashes import PromptHasher, short_hash
+from manyroots.routing.prompt_hashes import PromptHasher
 from manyroots.routing.router import (
     ReplicaLimits,
     Router,

@@ -57,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "flag_aliases": {"errors", "options", "config"},
     "llm": BASE | {"flag_aliases", "engine", "text"},
-    "api": BASE | {"grammar", "engine", "text", "observe"},
+    "gateway": BASE | {"engine", "routing"},
+    "api": BASE | {"grammar", "engine", "gateway", "routing", "text", "observe"},
     # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
     # the processor's share of a step a runner without a device.
     "bench": BASE
@@ -74,8 +75,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "routing", "simulate", "text", "api", "observe", "grammar",
-    "conformance",
+    "scheduler", "cache", "lora", "routing", "simulate", "text", "gateway", "api", "observe",
+    "grammar", "conformance",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

@@ -15,7 +15,8 @@ import zmq
 
 from manyroots import SamplingParams
 from manyroots.cache.events import PagesRemoved, PagesStored
-from manyroots.engine.kv_events import EventBatch, EventPublisher, short_hash, to_wire
+from manyroots.cache.keys import short_hash
+from manyroots.engine.kv_events import EventBatch, EventPublisher, to_wire
 from manyroots.errors import ConfigError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
 from manyroots.kv_configs import EventsChoice

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
-from manyroots.engine.kv_events import short_hash
+from manyroots.cache.keys import short_hash
 from manyroots.ids import Tier
 from tests.helpers.cache_harness import ints
 from tests.helpers.real_engine import (

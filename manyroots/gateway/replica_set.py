@@ -1,0 +1,440 @@
+"""Several engines as the API sees one: `EngineClient` over a `ProcessClient` for each replica.
+
+The router chooses the replica of each request. If a replica dies, its requests that have streamed
+nothing go to another one; those that have streamed end with the reason. Adapters are loaded on all
+replicas before a load returns, and a replica that was down meanwhile loads them before it serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+from manyroots.engine.client import EngineDiedError, EngineWatch, PauseMode
+from manyroots.engine.process_client import ProcessClient
+from manyroots.errors import NotFoundError, UnavailableError
+from manyroots.gateway.merged import merged_info, merged_stats
+from manyroots.gateway.session import current_session
+from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
+from manyroots.messages import (
+    ControlReply,
+    EngineInfo,
+    LoadLora,
+    LoadTime,
+    LoraReply,
+    Output,
+    PageChange,
+    Stats,
+    Submit,
+)
+from manyroots.process.progress import Progress
+from manyroots.routing.prompt_hashes import PromptHasher
+from manyroots.routing.router import ReplicaLimits, Router, RouteRequest, RoutingPolicy
+from manyroots.snapshot import ReplicaView, Snapshot
+
+logger = logging.getLogger("manyroots")
+
+MAX_BEGUN_ATTEMPTS = 2
+"""Replicas that may die while they compute one request: a request that kills engines must not kill
+all of them."""
+WAIT_S = 0.05
+"""Between looks at whether a replica is up again."""
+
+T = TypeVar("T")
+
+OnLife = Callable[[bool], None]
+OnPages = Callable[[list[PageChange]], None]
+MakeClient = Callable[[int, OnLife, OnPages], ProcessClient]
+"""Makes the client of a replica: its number, what to tell when it begins or ceases to serve, and
+what to tell of its pages."""
+
+
+class ReplicaSet:
+    """Owns the clients of all replicas."""
+
+    def __init__(
+        self,
+        num_replicas: int,
+        make_client: MakeClient,
+        *,
+        policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT,
+        max_cpu_loras: int = 0,
+        silence_s: float = 60.0,
+    ) -> None:
+        """`silence_s`: a replica with requests that says nothing for so long is drained."""
+        self._policy = policy
+        self._max_cpu_loras = max_cpu_loras
+        self._silence_s = silence_s
+        self._clients = [
+            make_client(number, self._life_of(number), self._pages_of(number))
+            for number in range(num_replicas)
+        ]
+        self._is_up = [False] * num_replicas
+        self._is_drained = [False] * num_replicas
+        self._num_given = [0] * num_replicas
+        self._ids = itertools.count(1)
+        self._owners: dict[RequestId, int] = {}
+        self._digests: dict[AdapterName, AdapterDigest] = {}
+        """What adapters' names mean, as pages and loads have told."""
+        self._router: Router | None = None
+        self._hasher: PromptHasher | None = None
+        self._info: EngineInfo | None = None
+        self._changing = asyncio.Lock()
+        """Held while adapters are loaded or unloaded, so that all replicas see one order."""
+        self._monitor: asyncio.Task[None] | None = None
+        self.num_rerouted = 0
+        """Requests that went to another replica because theirs had died."""
+
+    # What the API asks about
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise UnavailableError("the replicas are still loading; try again in a moment")
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        return any(client.is_alive for client in self._clients)
+
+    @property
+    def is_over(self) -> bool:
+        return all(client.is_over for client in self._clients)
+
+    @property
+    def progress(self) -> Progress | None:
+        return next((c.progress for c in self._clients if c.progress is not None), None)
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(client.num_restarts for client in self._clients)
+
+    @property
+    def stats(self) -> Stats | None:
+        return merged_stats([c.stats for c in self._clients if c.stats is not None])
+
+    @property
+    def is_paused(self) -> bool:
+        return any(client.is_paused for client in self._clients)
+
+    @property
+    def is_asleep(self) -> bool:
+        return all(client.is_asleep for client in self._clients)
+
+    @property
+    def replicas(self) -> list[ReplicaView]:
+        return [
+            ReplicaView(
+                number=number,
+                is_up=client.is_alive,
+                is_drained=self._is_drained[number],
+                num_open=0 if self._router is None else self._router.num_open[number],
+                num_requests=self._num_given[number],
+                num_restarts=client.num_restarts,
+                pid=client.pid,
+            )
+            for number, client in enumerate(self._clients)
+        ]
+
+    def next_request_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    # Life
+
+    async def start(self) -> None:
+        await asyncio.gather(*(client.start() for client in self._clients))
+        infos = [client.info for client in self._clients]
+        self._info = merged_info(infos)
+        self._hasher = PromptHasher(infos[0].page_identity, infos[0].page_size)
+        self._router = Router(
+            len(self._clients),
+            ReplicaLimits(
+                page_size=infos[0].page_size,
+                max_num_seqs=infos[0].max_num_seqs,
+                max_loras=infos[0].max_loras,
+                max_cpu_loras=self._max_cpu_loras,
+            ),
+            policy=self._policy,
+        )
+        for number, is_up in enumerate(self._is_up):
+            self._router.set_up(number, is_up=is_up)
+        self._monitor = asyncio.create_task(self._watch_silence())
+
+    async def wait_until_over(self) -> str:
+        return (await asyncio.gather(*(c.wait_until_over() for c in self._clients)))[-1]
+
+    async def close(self) -> None:
+        if self._monitor is not None:
+            self._monitor.cancel()
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def _life_of(self, number: int) -> Callable[[bool], None]:
+        def tell(is_serving: bool) -> None:
+            self._is_up[number] = is_serving
+            self._is_drained[number] = False
+            if self._router is not None:
+                self._router.set_up(number, is_up=is_serving)
+                if not is_serving:
+                    self._router.lost(number)
+
+        return tell
+
+    def _pages_of(self, number: int) -> Callable[[list[PageChange]], None]:
+        def tell(changes: list[PageChange]) -> None:
+            if self._router is None:
+                return
+            for change in changes:
+                if change.is_stored:
+                    self._router.stored(number, change.tier, change.hashes)
+                    if change.adapter is not None:
+                        name, digest = change.adapter
+                        self._digests[name] = digest
+                else:
+                    self._router.removed(number, change.tier, change.hashes)
+
+        return tell
+
+    async def _watch_silence(self) -> None:
+        """Drain replicas that have requests and say nothing; take them back when they speak."""
+        assert self._router is not None
+        while True:
+            await asyncio.sleep(min(1.0, self._silence_s / 4))
+            now = time.monotonic()
+            for number, client in enumerate(self._clients):
+                is_silent = (
+                    self._is_up[number]
+                    and self._router.num_open[number] > 0
+                    and not client.is_paused
+                    and now - client.heard_at > self._silence_s
+                )
+                if is_silent and not self._is_drained[number]:
+                    logger.warning("replica %d says nothing: it is drained", number)
+                    self._set_drained(number, True)
+                    client.hand_back_waiting(f"replica {number} does not answer")
+                elif self._is_drained[number] and now - client.heard_at <= self._silence_s:
+                    logger.info("replica %d answers again", number)
+                    self._set_drained(number, False)
+
+    def _set_drained(self, number: int, is_drained: bool) -> None:
+        assert self._router is not None
+        self._is_drained[number] = is_drained
+        self._router.set_up(number, is_up=self._is_up[number] and not is_drained)
+
+    # Requests
+
+    async def generate(self, request: Submit) -> AsyncIterator[Output]:
+        route = self._route(request)
+        num_begun = 0
+        while True:
+            number = await self._choose(route)
+            has_streamed = False
+            try:
+                async with aclosing(self._generate_on(number, request, route)) as outputs:
+                    async for output in outputs:
+                        has_streamed = True
+                        yield output
+                return
+            except EngineDiedError as error:
+                num_begun += error.has_begun
+                if has_streamed or num_begun >= MAX_BEGUN_ATTEMPTS or self.is_over:
+                    raise
+                self.num_rerouted += 1
+
+    async def _generate_on(
+        self, number: int, request: Submit, route: RouteRequest
+    ) -> AsyncGenerator[Output, None]:
+        assert self._router is not None
+        request_id, router, has_begun = request.request_id, self._router, False
+        router.begin(request_id, number, route)
+        self._owners[request_id] = number
+        self._num_given[number] += 1
+        given_at = time.monotonic()
+        try:
+            given = cast("AsyncGenerator[Output, None]", self._clients[number].generate(request))
+            async with aclosing(given) as outputs:
+                async for output in outputs:
+                    if not has_begun:
+                        has_begun = True
+                        router.first_token(request_id, time.monotonic() - given_at)
+                    yield output
+        finally:
+            router.end(request_id)
+            self._owners.pop(request_id, None)
+
+    def _route(self, request: Submit) -> RouteRequest:
+        """What of a request decides where it goes."""
+        assert self._hasher is not None
+        digest = None if request.adapter is None else self._digests.get(request.adapter)
+        hashes: Sequence[int] = ()
+        if request.adapter is None or digest is not None:
+            namespace = Namespace(adapter=digest, salt=request.namespace.salt)
+            hashes = self._hasher.hashes(request.prompt, namespace)
+        return RouteRequest(hashes, len(request.prompt), request.adapter, current_session.get())
+
+    async def _choose(self, route: RouteRequest) -> int:
+        """Waits while no replica is up and one is being started."""
+        assert self._router is not None
+        while not self._router.num_up:
+            if self.is_over or self.is_asleep:
+                raise UnavailableError("no replica is up")
+            await asyncio.sleep(WAIT_S)
+        return self._router.choose(route)
+
+    def abort(self, request_id: RequestId) -> bool:
+        owner = self._owners.get(request_id)
+        return owner is not None and self._clients[owner].abort(request_id)
+
+    # Adapters
+
+    async def load_adapter(
+        self,
+        name: AdapterName,
+        path: str,
+        *,
+        is_pinned: bool,
+        in_place: bool,
+        is_upload: bool = False,
+    ) -> LoraReply:
+        load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
+
+        async def at(client: ProcessClient) -> LoraReply | None:
+            if not client.is_alive:
+                client.note_load(load)
+                return None
+            try:
+                return await client.load_adapter(
+                    name, path, is_pinned=is_pinned, in_place=in_place, is_upload=is_upload
+                )
+            except UnavailableError:
+                if client.is_alive:
+                    raise
+                client.note_load(load)  # it died meanwhile; the next process loads it
+                return None
+
+        async with self._changing:
+            results = await asyncio.gather(*map(at, self._clients), return_exceptions=True)
+            replies = [result for result in results if isinstance(result, LoraReply)]
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors and replies and not in_place:
+                loaded = [c for c, r in zip(self._clients, results, strict=True) if r in replies]
+                undone = (client.unload_adapter(name) for client in loaded)
+                await asyncio.gather(*undone, return_exceptions=True)
+            if errors or not replies:
+                for client in self._clients:
+                    if not client.is_alive:
+                        client.note_unload(name)
+                raise errors[0] if errors else UnavailableError("no replica is up")
+            self._digests[name] = AdapterDigest(bytes.fromhex(replies[0].digest))
+        return replies[0]
+
+    async def unload_adapter(self, name: AdapterName) -> LoraReply:
+        async def at(client: ProcessClient) -> LoraReply | None:
+            if client.is_alive:
+                return await client.unload_adapter(name)
+            client.note_unload(name)
+            return None
+
+        async with self._changing:
+            results = await asyncio.gather(*map(at, self._clients), return_exceptions=True)
+            self._digests.pop(name, None)
+        replies = [result for result in results if isinstance(result, LoraReply)]
+        errors = [result for result in results if isinstance(result, BaseException)]
+        serious = [error for error in errors if not isinstance(error, NotFoundError)]
+        if serious or not replies:
+            raise (serious or errors or [UnavailableError("no replica is up")])[0]
+        return LoraReply(
+            replies[0].op_id,
+            num_bytes=sum(reply.num_bytes for reply in replies),
+            num_pages=sum(reply.num_pages for reply in replies),
+            num_requests=sum(reply.num_requests for reply in replies),
+        )
+
+    # All replicas at once
+
+    async def reset_cache(self) -> ControlReply:
+        return _total(await self._all(lambda client: client.reset_cache()))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._all(lambda client: client.pause(mode))
+
+    async def resume(self) -> None:
+        await self._all(lambda client: client.resume())
+
+    async def update_weights(self, path: str) -> ControlReply:
+        return _total(await self._all(lambda client: client.update_weights(path)))
+
+    async def sleep(self, mode: PauseMode) -> None:
+        await self._all(lambda client: client.sleep(mode))
+
+    async def wake(self) -> None:
+        await self._all(lambda client: client.wake())
+
+    async def _all(self, ask: Callable[[ProcessClient], Awaitable[T]]) -> list[T]:
+        """Of every replica; the first error is raised when all have answered."""
+        results = await asyncio.gather(*map(ask, self._clients), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results  # type: ignore[return-value]
+
+    # Looking
+
+    async def look(self, **asked: Any) -> Snapshot:
+        """At the first replica that is up."""
+        for client in self._clients:
+            if client.is_alive:
+                return await client.look(**asked)
+        raise UnavailableError("no replica is up; try again in a moment")
+
+    def watch(self, watch: EngineWatch) -> None:
+        summed = _SummedSteps()
+        for client in self._clients:
+            client.watch(_ReplicaWatch(watch, summed))
+
+
+class _SummedSteps:
+    """Steps of all replicas, for a watch that expects totals of one engine."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_tokens = 0
+
+
+class _ReplicaWatch:
+    """Tells the watch of all replicas about one."""
+
+    def __init__(self, watch: EngineWatch, summed: _SummedSteps) -> None:
+        self._watch = watch
+        self._summed = summed
+        self._last = (0, 0)
+
+    def loaded(self, load: LoadTime) -> None:
+        self._watch.loaded(load)
+
+    def begun(self, request_id: RequestId) -> None:
+        self._watch.begun(request_id)
+
+    def stepped(self, stats: Stats) -> None:
+        steps, tokens = self._last
+        if stats.total_steps < steps:  # a new process counts from 0
+            steps, tokens = 0, 0
+        self._last = (stats.total_steps, stats.total_step_tokens)
+        self._summed.num_steps += stats.total_steps - steps
+        self._summed.num_tokens += stats.total_step_tokens - tokens
+        self._watch.stepped(
+            replace(
+                stats,
+                total_steps=self._summed.num_steps,
+                total_step_tokens=self._summed.num_tokens,
+            )
+        )
+
+
+def _total(replies: Sequence[ControlReply]) -> ControlReply:
+    return ControlReply(replies[0].op_id, num_pages=sum(reply.num_pages for reply in replies))

@@ -82,6 +82,12 @@ class ServerSettings:
     replicas: int = option(
         1, "Engine processes on this machine; a router chooses one for each request."
     )
+    replica_backend: str = option(
+        "processes",
+        "Where replicas run: processes of this machine, or actors of a Ray cluster (RAY_ADDRESS; "
+        "without it, a Ray of this machine).",
+        choices=("processes", "ray"),
+    )
     routing_policy: str = option(
         "expected-ttft",
         "How the router chooses a replica: by the expected time to the first token, by the "

@@ -30,7 +30,7 @@ from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
-from manyroots.gateway.local import local_replicas
+from manyroots.gateway.local import ReplicaOptions, local_replicas
 from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
 from manyroots.observe.traces import Traces
@@ -60,15 +60,15 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     if server_settings.otlp_traces_endpoint is not None:
         Traces(server_settings.otlp_traces_endpoint).close()  # what can't be is told at once
     check_certificates(server_settings)
-    listener = _listen(server_settings)
+    listener = listen(server_settings)
     _allow_connections()
     return supervise(
-        lambda life: _serve_one_life(engine_settings, server_settings, listener, life),
+        lambda life: serve_one_life(engine_settings, server_settings, listener, life),
         max_restarts=server_settings.max_api_restarts,
     )
 
 
-def _serve_one_life(
+def serve_one_life(
     engine_settings: EngineSettings,
     server_settings: ServerSettings,
     listener: socket.socket,
@@ -99,18 +99,22 @@ def _make_engine(
     engine_settings: EngineSettings, settings: ServerSettings, display: Display
 ) -> EngineClient:
     """One engine process, or several and their router."""
-    if settings.replicas == 1:
+    if settings.replicas == 1 and settings.replica_backend == "processes":
         return ProcessClient(
             engine_settings, max_restarts=settings.max_engine_restarts, on_progress=display
         )
-    return local_replicas(
-        engine_settings,
-        settings.replicas,
+    options = ReplicaOptions(
+        num_replicas=settings.replicas,
         policy=RoutingPolicy(settings.routing_policy),
         max_restarts=settings.max_engine_restarts,
         silence_s=settings.replica_silence_s,
-        on_progress=display,
     )
+    if settings.replica_backend == "ray":
+        # Here, because it takes seconds to import and is in an extra.
+        from manyroots.ray.replicas import ray_replicas
+
+        return ray_replicas(engine_settings, options, display)
+    return local_replicas(engine_settings, options, display)
 
 
 def check_certificates(settings: ServerSettings) -> None:
@@ -140,7 +144,7 @@ def _allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
+def listen(settings: ServerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
         return socket.create_server((settings.host, settings.port), family=family, backlog=2048)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import zmq
 import zmq.asyncio
@@ -36,6 +36,22 @@ _LAST_WORDS_S = 0.5
 _NUM_LAST_LINES = 20
 
 
+class StartedProcess(Protocol):
+    """An engine's process as its parent sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        ...
+
+    async def wait(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+
 class Child:
     """Owns one process, its socket, and until they are connected the folder of that."""
 
@@ -48,7 +64,7 @@ class Child:
         self._socket = self._context.socket(zmq.PAIR)
         # Never full: what is sent to a living process need not wait for it.
         self._socket.set(zmq.SNDHWM, 0)
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: StartedProcess | None = None
         self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
@@ -66,15 +82,7 @@ class Child:
         self, settings: EngineSettings, on_progress: Callable[[Progress], None]
     ) -> EngineInfo:
         """Return when it can serve; raise what kept it from that."""
-        address = f"ipc://{self._folder.name}/engine"
-        self._socket.bind(address)
-        # A session of its own, so that Ctrl-C in a terminal reaches only the server, which drains.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
-            stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env={**engine_environment(), **self._environment},
-        )  # fmt: skip
-        self._reader = asyncio.create_task(self._pass_lines_on())
+        self._process = await self._launch()
         greeting = asyncio.create_task(self._greet(settings, on_progress))
         try:
             await self._unless_it_ends(greeting)
@@ -83,6 +91,20 @@ class Child:
         finally:
             greeting.cancel()
         raise UnavailableError(f"{self.cause()} while loading{self._quoted_lines()}")
+
+    async def _launch(self) -> StartedProcess:
+        """Bind the socket, and start a process that connects to it."""
+        address = f"ipc://{self._folder.name}/engine"
+        self._socket.bind(address)
+        # A session of its own, so that Ctrl-C in a terminal reaches only the server, which drains.
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
+            stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, env={**engine_environment(), **self._environment},
+        )  # fmt: skip
+        assert process.stderr is not None
+        self._reader = asyncio.create_task(self._pass_lines_on(process.stderr))
+        return process
 
     async def _greet(
         self, settings: EngineSettings, on_progress: Callable[[Progress], None]
@@ -150,8 +172,8 @@ class Child:
         try:
             await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                assert self._reader is not None
-                await asyncio.wait({work, self._reader}, timeout=_LAST_WORDS_S,
+                more = {work} if self._reader is None else {work, self._reader}
+                await asyncio.wait(more, timeout=_LAST_WORDS_S,
                                    return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
         finally:
             end.cancel()
@@ -170,11 +192,9 @@ class Child:
     def _quoted_lines(self) -> str:
         return "".join(f"\n    {line}" for line in self._lines)
 
-    async def _pass_lines_on(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
+    async def _pass_lines_on(self, stderr: asyncio.StreamReader) -> None:
         rest = b""
-        while data := await self._process.stderr.read(65536):
+        while data := await stderr.read(65536):
             with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
                 sys.stderr.write(data.decode(errors="replace"))
                 sys.stderr.flush()

@@ -22,6 +22,7 @@ from manyroots.engine.loop import EngineLoop
 from manyroots.engine.page_report import PageReport
 from manyroots.engine.snapshots import Snapshots
 from manyroots.engine.wire import MessageKind, SubmitReader, decode, encode
+from manyroots.engine.wire_key import WIRE_KEY, secure
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId
 from manyroots.messages import Batch
@@ -43,6 +44,8 @@ def main(address: str, begin: float) -> int:
     threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
+    if (key := os.environ.pop(WIRE_KEY, None)) is not None:
+        secure(socket, key, is_gateway=False)
     socket.connect(address)
     try:
         return _serve(socket, begin, import_s)

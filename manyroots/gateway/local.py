@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyroots.config import EngineSettings
@@ -23,41 +23,62 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaOptions:
+    """How many replicas there are and how they are watched."""
+
+    num_replicas: int
+    policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT
+    max_restarts: int = 0
+    silence_s: float = 60.0
+
+
 def local_replicas(
     settings: EngineSettings,
-    num_replicas: int,
-    *,
-    policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT,
-    max_restarts: int = 0,
-    silence_s: float = 60.0,
+    options: ReplicaOptions,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> ReplicaSet:
     """Engines of this machine with the same settings, not started yet."""
+    devices = _devices(settings, options.num_replicas)
+    return make_replicas(
+        settings,
+        options,
+        lambda number: Child({_VISIBLE: devices[number]} if devices else None),
+        on_progress,
+    )
+
+
+def make_replicas(
+    settings: EngineSettings,
+    options: ReplicaOptions,
+    make_child: Callable[[int], Child],
+    on_progress: Callable[[Progress], None],
+) -> ReplicaSet:
+    """Replicas whose processes `make_child` starts, by their number."""
     if settings.tiers.kv_events_config is not None:
         raise ConfigError(
             "--kv-events-config names one address, which --replicas engines can't share; start "
             "engines with addresses of their own, or leave it out."
         )
     settings = replace(settings, reports_pages=True)
-    devices = _devices(settings, num_replicas)
 
     def make(number: int, on_life: OnLife, on_pages: OnPages) -> ProcessClient:
         return ProcessClient(
             settings,
-            max_restarts=max_restarts,
+            max_restarts=options.max_restarts,
             on_progress=on_progress,
-            make_child=lambda: Child({_VISIBLE: devices[number]} if devices else None),
+            make_child=lambda: make_child(number),
             hands_back=True,
             on_life=on_life,
             on_pages=on_pages,
         )
 
     return ReplicaSet(
-        num_replicas,
+        options.num_replicas,
         make,
-        policy=policy,
-        max_cpu_loras=settings.lora.max_cpu_loras or 0,
-        silence_s=silence_s,
+        policy=options.policy,
+        max_cpu_loras=settings.lora.max_cpu_loras,
+        silence_s=options.silence_s,
     )
 
 

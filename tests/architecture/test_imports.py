@@ -58,7 +58,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "flag_aliases": {"errors", "options", "config"},
     "llm": BASE | {"flag_aliases", "engine", "text"},
     "gateway": BASE | {"engine", "routing"},
-    "api": BASE | {"grammar", "engine", "gateway", "routing", "text", "observe"},
+    "api": BASE | {"grammar", "engine", "gateway", "ray", "routing", "text", "observe"},
+    # The extra `ray`: what Ray starts and watches.
+    "ray": BASE | {"engine", "gateway", "api"},
     # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
     # the processor's share of a step a runner without a device.
     "bench": BASE
@@ -82,7 +84,8 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "engine.process", "engine.child", "engine.kv_events", "distributed.wire",
+    "engine.wire", "engine.process", "engine.child", "engine.kv_events", "engine.wire_key",
+    "distributed.wire",
     "conformance.events",
 }  # fmt: skip
 

@@ -251,6 +251,18 @@ class DeltaRuleOps(Protocol):
         state: Tensor,
         rows: StateRows,
     ) -> Tensor: ...
+    def channel_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        rows: StateRows,
+    ) -> Tensor: ...
 
 
 class MambaOps(Protocol):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.attention import Attention
+from manyroots.layers.channel_delta import ChannelDeltaNet
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
@@ -20,6 +21,7 @@ from manyroots.layers.mamba import Mamba2
 from manyroots.layers.short_conv import ShortConv
 from manyroots.layers.spec import (
     AttentionSpec,
+    ChannelDeltaSpec,
     DeltaSpec,
     LatentSpec,
     MambaSpec,
@@ -51,6 +53,7 @@ _CLASSES: dict[type[MixerSpec], Any] = {
     LatentSpec: LatentAttention,
     ShortConvSpec: ShortConv,
     DeltaSpec: GatedDeltaNet,
+    ChannelDeltaSpec: ChannelDeltaNet,
     MambaSpec: Mamba2,
 }
 

@@ -187,6 +187,40 @@ class DeltaSpec:
         return projections + self.channels * self.width + 2 * self.num_heads + self.value_dim
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelDeltaSpec:
+    """A layer that mixes tokens by the delta rule with a decay for each channel (Kimi Linear)."""
+
+    num_heads: int
+    head_dim: int
+    """Of keys and values, and of the two gates' first products."""
+    width: int
+    """Tokens that the convolutions see, the newest included."""
+    name: str = "self_attn"
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def memory(self) -> StateMemory:
+        matrix = (self.num_heads, self.head_dim, self.head_dim)
+        return StateMemory(
+            (
+                StatePart("conv", (3 * self.inner, self.width - 1), None),
+                StatePart("matrix", matrix, "float32"),
+            )
+        )
+
+    def cut(self, divide: Divide) -> ChannelDeltaSpec:
+        return replace(self, num_heads=divide("number of linear heads", self.num_heads))
+
+    def num_weights(self, hidden_size: int) -> int:
+        inner, dim = self.inner, self.head_dim
+        products = (4 * inner + self.num_heads + 2 * dim) * hidden_size + 2 * inner * dim
+        return products + 3 * inner * self.width + inner + self.num_heads + dim
+
+
 class GatedNormKind(enum.Enum):
     """What stands between Mamba's scan and its last product."""
 
@@ -265,7 +299,7 @@ class MambaSpec:
         return weights + biases + norm + 3 * self.num_heads
 
 
-MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec | DeltaSpec | MambaSpec
+MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec | DeltaSpec | ChannelDeltaSpec | MambaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,14 +122,15 @@ def blocks(text: Any, dense: DenseSpec, sparse: SharedSpec) -> list[BlockSpec]:
     return [dense if index < num_dense else sparse for index in range(count)]
 
 
-def sigmoid_experts(reader: ConfigReader) -> SharedSpec:
-    """Those of V3, and of models after it."""
+def sigmoid_experts(reader: ConfigReader, count: int | None = None) -> SharedSpec:
+    """Those of V3, and of models after it. `count`: where the config has another name for it."""
     renormalises = reader.text.norm_topk_prob
     return experts(
         reader,
         scoring=Scoring.SIGMOID_RENORMALISED if renormalises else Scoring.SIGMOID,
         groups=expert_groups(reader.text),
         has_correction=True,
+        count=count,
     )
 
 
@@ -140,11 +141,12 @@ def experts(
     groups: ExpertGroups | None,
     bias: bool = False,
     has_correction: bool = False,
+    count: int | None = None,
 ) -> SharedSpec:
     """Experts beside those that every token goes through, which are one block. `bias`: of that
     block."""
     text = reader.text
-    count = text.n_routed_experts
+    count = text.n_routed_experts if count is None else count
     if groups is not None:
         size, rest = divmod(count, groups.count)
         if rest or size * groups.chosen < text.num_experts_per_tok:

@@ -16,6 +16,7 @@ import torch
 from manyroots.layers.memories import KV, Latent, Memory
 from manyroots.layers.spec import (
     AttentionSpec,
+    ChannelDeltaSpec,
     DeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -69,7 +70,7 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
                 return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
             case LatentSpec():
                 return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
-            case ShortConvSpec() | DeltaSpec() | MambaSpec():
+            case ShortConvSpec() | DeltaSpec() | ChannelDeltaSpec() | MambaSpec():
                 return mixer  # a state is no page
             case _:
                 assert_never(mixer)

@@ -16,6 +16,7 @@ from manyroots.kernels.choice import Kernels, kernels_for, reference_kernels
 from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.layers.spec import (
     AttentionSpec,
+    ChannelDeltaSpec,
     DeltaSpec,
     LatentSpec,
     MambaSpec,
@@ -64,6 +65,8 @@ def _why_not(mixer: MixerSpec) -> str | None:
             return None if is_fit else f"its heads have {dim} dimensions"
         case DeltaSpec():
             sides = {"key": mixer.key_dim, "value": mixer.value_dim}
+        case ChannelDeltaSpec():
+            sides = {"head": mixer.head_dim}
         case MambaSpec():
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
         case ShortConvSpec() | LatentSpec():
@@ -111,7 +114,7 @@ def _kv_heads(mixer: MixerSpec) -> int:
             return mixer.memory.kv_heads
         case LatentSpec():
             return 1
-        case ShortConvSpec() | DeltaSpec() | MambaSpec():
+        case ShortConvSpec() | DeltaSpec() | ChannelDeltaSpec() | MambaSpec():
             return 0
         case _:
             assert_never(mixer)

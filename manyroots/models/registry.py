@@ -21,6 +21,7 @@ _FILES = (
     "gpt_oss",
     "granite",
     "granite_hybrid",
+    "kimi_linear",
     "lfm2",
     "llama",
     "minicpm3",

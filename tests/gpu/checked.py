@@ -222,6 +222,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "fused_moe.experts": lambda args, out: {"out": out.float().sum(0)},
     "causal_conv.conv": lambda args, out: _of_states(out, args[3], args[4]),
     "delta_rule.gated_delta": lambda args, out: _of_states(out, args[7], args[8]),
+    "delta_rule.channel_delta": lambda args, out: _of_states(out, args[7], args[8]),
     "mamba.scan": lambda args, out: _of_states(out, args[7], args[8]),
     "gated_norm.gated_norm": lambda args, out: {"out": out},
     "gated_norm.gated": lambda args, out: {"out": out},

@@ -26,6 +26,7 @@ KINDS = (
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
     "gemma2", "nemotron-h", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "minicpm3",
+    "kimi-linear",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -63,6 +64,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": {"moe_intermediate_size": 128, **_PUBLIC_LATENT_SIZES},
     "deepseek-v3": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_PUBLIC_LATENT_SIZES},
     "glm4-moe-lite": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_LATENT_SIZES},
+    "kimi-linear": {"moe_intermediate_size": 128, "linear_head_dim": 32, **_LATENT_SIZES},
 }
 """Those with experts, and how wide these are."""
 VOCAB = 97
@@ -107,7 +109,7 @@ _MLP = (
 )  # fmt: skip
 _RECURRENT = (
     "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
-    "out_proj",
+    "out_proj", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
 )  # fmt: skip
 """Modules that a model has not are left out."""
 ROUTER = "gate"

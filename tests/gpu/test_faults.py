@@ -28,6 +28,7 @@ OF_EXPERTS = "fused_moe"
 HYBRIDS = {
     "causal_conv.conv": "qwen3-next",
     "delta_rule.gated_delta": "qwen3-next",
+    "delta_rule.channel_delta": "kimi-linear",
     "mamba.scan": "granite-h",
     "gated_norm.gated_norm": "qwen3-next",
     "gated_norm.gated": "falcon-h1",

@@ -47,7 +47,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BLOCK = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 RECURRENT = (
     "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b",
-    "in_proj_a",
+    "in_proj_a", "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj",
 )  # fmt: skip
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 ADAPTERS = {
@@ -95,6 +95,7 @@ RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "delta nets, other experts": ("qwen3.5-moe", {"moe_intermediate_size": 20}),
     "mamba": ("granite-h", {}),
     "mamba beside attention": ("falcon-h1", {}),
+    "delta attention and latents": ("kimi-linear", {}),
 }
 """A kind of tiny model for each mix of families."""
 ALL_MIXES = {**MIXES, **LATENT_MIXES, **RECURRENT_MIXES}

@@ -57,5 +57,37 @@ def gated_delta(
     return out
 
 
+def channel_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """The same with a decay for each channel of a key (Kimi Linear): q, k and `decay` [tokens,
+    heads, key_dim], v [tokens, heads, value_dim], beta [tokens, heads], `a_log` [heads] and
+    `dt_bias` [heads, key_dim]."""
+    dim = q.shape[2]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    q, k = _unit(q.float()), _unit(k.float())
+    g = -a_log.float().exp()[:, None] * F.softplus(decay.float() + dt_bias.float())
+    beta = beta.float().sigmoid()
+    starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
+    for seq, unit in enumerate(rows.units.tolist()):
+        kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
+        for t in range(starts[seq], starts[seq + 1]):
+            kept = kept * g[t].exp()[..., None]
+            read = torch.einsum("hkv,hk->hv", kept, k[t])
+            written = beta[t, :, None] * (v[t] - read)
+            kept = kept + torch.einsum("hk,hv->hkv", k[t], written)
+            out[t] = (torch.einsum("hkv,hk->hv", kept, q[t]) * dim**-0.5).to(out.dtype)
+        state[unit] = kept
+    return out
+
+
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)

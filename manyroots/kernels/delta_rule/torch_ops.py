@@ -17,6 +17,8 @@ A batch of small products is many times slower where the second factor is a tran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,6 +33,8 @@ from manyroots.kernels.recurrent.chunks import (
 from manyroots.kernels.recurrent.rows import StateRows
 
 CHUNK = 64
+CHANNEL_CHUNK = 16
+"""Where channels decay apart, each pair of a chunk's tokens has a decay of every channel."""
 
 
 def gated_delta(
@@ -64,6 +68,62 @@ def gated_delta(
         own = slice(starts[seq], starts[seq + 1])
         out[own] = _chunks(q[own], k[own], v[own].float(), g[own], beta[own], kept[seq])
     state[units] = kept
+    return out
+
+
+def channel_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """The same with a decay for each channel of a key. See `reference.py` for the shapes."""
+    q = _unit(q.float()).mul_(q.shape[2] ** -0.5)
+    k = _unit(k.float())
+    g = F.softplus(decay.float() + dt_bias.float()).mul_(-a_log.float().exp()[:, None])
+    beta = beta.float().sigmoid()
+    out = torch.empty(v.shape, dtype=v.dtype)
+    kept = state[rows.units]
+    kept.masked_fill_(rows.is_fresh[:, None, None, None], 0)
+    count = rows.num_decodes
+    if count:
+        one = slice(0, count)
+        kept[one] *= g[one].exp()[..., None]
+        read = torch.matmul(k[one, :, None], kept[one])
+        written = (v[one, :, None].float() - read).mul_(beta[one][..., None, None])
+        kept[one].addcmul_(k[one][..., None], written)
+        out[one] = torch.matmul(q[one, :, None], kept[one])[:, :, 0].to(out.dtype)
+    starts = rows.starts.tolist()
+    for seq in range(count, len(rows.units)):
+        for first in range(starts[seq], starts[seq + 1], CHANNEL_CHUNK):
+            own = slice(first, min(first + CHANNEL_CHUNK, starts[seq + 1]))
+            parts = [x[own].transpose(0, 1) for x in (q, k, v.float(), g, beta)]
+            out[own] = _channel_chunk(parts, kept[seq]).transpose(0, 1).to(out.dtype)
+    state[rows.units] = kept
+    return out
+
+
+def _channel_chunk(parts: Sequence[Tensor], kept: Tensor) -> Tensor:
+    """A chunk's q, k, v, g and beta, all [heads, tokens, ...], whose state `kept` [heads, key_dim, value_dim] is
+    moved on. Decays of a pair of tokens are differences, which can't overflow."""
+    q, k, v, g, beta = parts
+    sums = g.cumsum(1)
+    later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool).triu(1)[..., None]
+    between = (sums[:, :, None] - sums[:, None]).masked_fill_(later, -torch.inf).exp_()
+    keys = between * k[:, None]
+    system = torch.einsum("hid,hijd->hij", k, keys) * beta[..., None]
+    wanted = (v - torch.matmul(k * sums.exp(), kept)) * beta[..., None]
+    written = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    scores = torch.einsum("hid,hijd->hij", q, keys)
+    out = torch.matmul(q * sums.exp(), kept) + torch.matmul(scores, written)
+    last = sums[:, -1:]
+    writing = (k * (last - sums).exp()).transpose(1, 2)
+    kept.mul_(last.transpose(1, 2).exp()).add_(torch.matmul(writing, written))
     return out
 
 

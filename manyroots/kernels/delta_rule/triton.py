@@ -19,8 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.delta_rule.reference import EPS
+from manyroots.kernels.delta_rule.triton_channels import channel_delta
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.recurrent.rows import StateRows
+
+__all__ = ["channel_delta", "gated_delta"]
 
 CHUNK = 32
 """Tokens that a prompt's kernels take at once. With 64, and with products of groups of warps and a

@@ -102,6 +102,24 @@ class DeltaCase:
             draw(NUM_UNITS, 3 * heads, key, value, dtype=torch.float32)[:, heads : 2 * heads],
         )
 
+    @classmethod
+    def by_channel(
+        cls, num_tokens: int, draw: Drawn, *, heads: int = 3, key: int = 16, value: int = 32
+    ) -> DeltaCase:
+        """Inputs of `channel_delta`; decays are so strong that some channels forget at once."""
+        sizes = [heads * key, heads * key, heads * value]
+        q, k, v = draw(num_tokens, sum(sizes)).split(sizes, dim=1)
+        return cls(
+            q.unflatten(1, (heads, key)),
+            k.unflatten(1, (heads, key)),
+            v.unflatten(1, (heads, value)),
+            draw(num_tokens, heads, key) * 3,
+            draw(num_tokens, heads + 2)[:, :heads],
+            draw(heads, dtype=torch.float32),
+            draw(heads, key, dtype=torch.float32),
+            draw(NUM_UNITS, 3 * heads, key, value, dtype=torch.float32)[:, heads : 2 * heads],
+        )
+
     def inputs(self) -> tuple[Tensor, ...]:
         return (
             self.q, self.k, self.v, self.decay, self.beta, self.a_log, self.dt_bias,

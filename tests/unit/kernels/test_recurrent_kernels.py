@@ -66,6 +66,17 @@ def test_the_delta_rule_equals_the_reference_f06(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
+def test_the_delta_rule_by_channel_equals_the_reference_f06(
+    step: Callable[[torch.device], StateRows], dtype: torch.dtype
+) -> None:
+    """F06: the same where each channel of a key decays by itself."""
+    rows = step(CPU)
+    case = DeltaCase.by_channel(int(rows.starts[-1]), Drawn(CPU, dtype))
+    assert_same(case, rows, dtype, delta_ops.channel_delta, delta_reference.channel_delta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
 def test_the_scan_of_mamba_equals_the_reference_f06(
     step: Callable[[torch.device], StateRows], dtype: torch.dtype
 ) -> None:

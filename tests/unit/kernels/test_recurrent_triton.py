@@ -94,6 +94,18 @@ def test_the_delta_rule_equals_the_reference(step: Step, dtype: torch.dtype) -> 
     assert_close("recurrent", state, other, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("step", STEPS)
+def test_the_delta_rule_by_channel_equals_the_reference(step: Step, dtype: torch.dtype) -> None:
+    rows = step(DEVICE)
+    case = DeltaCase.by_channel(int(rows.starts[-1]), Drawn(DEVICE, dtype), value=64)
+    state, other = case.state.clone(), case.state.clone()
+    got = delta.channel_delta(*case.inputs(), state, rows)
+    wanted = delta_reference.channel_delta(*case.inputs(), other, rows)
+    assert_close("recurrent", got, wanted, dtype)
+    assert_close("recurrent", state, other, dtype)
+
+
 def test_keys_that_repeat_do_not_spoil_a_chunk() -> None:
     rows = make_rows([70], [True], DEVICE)
     case = DeltaCase.draw(70, Drawn(DEVICE, torch.float32))

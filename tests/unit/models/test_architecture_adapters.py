@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek-v3": {},
     "glm4-moe-lite": {},
     "minicpm3": {},
+    "kimi-linear": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {

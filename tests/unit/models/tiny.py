@@ -28,6 +28,8 @@ from transformers import (
     GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -353,6 +355,13 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "minicpm3": (
         MiniCPM3Config, MiniCPM3ForCausalLM,
         {**LATENT, "scale_emb": 3, "dim_model_base": 24, "rope_parameters": LATENT_LONGROPE},
+    ),
+    "kimi-linear": (
+        KimiLinearConfig, KimiLinearForCausalLM,
+        {**LATENT, "q_lora_rank": None, "layer_types": [RECURRENT, FULL, RECURRENT],
+         "linear_head_dim": 8, "linear_num_heads": 4, "moe_intermediate_size": 20,
+         "num_local_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+         "pad_token_id": None, "bos_token_id": None},
     ),
     "nemotron-h": (NemotronHConfig, NemotronHForCausalLM, NEMOTRON),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),

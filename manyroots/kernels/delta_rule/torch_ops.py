@@ -109,8 +109,8 @@ def channel_delta(
 
 
 def _channel_chunk(parts: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """A chunk's q, k, v, g and beta, all [heads, tokens, ...], whose state `kept` [heads, key_dim, value_dim] is
-    moved on. Decays of a pair of tokens are differences, which can't overflow."""
+    """A chunk's q, k, v, g and beta, all [heads, tokens, ...], whose state `kept` [heads, key_dim,
+    value_dim] is moved on. Decays of a pair of tokens are differences, which can't overflow."""
     q, k, v, g, beta = parts
     sums = g.cumsum(1)
     later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool).triu(1)[..., None]

@@ -48,6 +48,7 @@ from manyroots.cache.transfers import UnitTransfers
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
+from manyroots.messages import Retention
 from manyroots.snapshot import PlaneView
 from manyroots.step import Copy, CopyDone, Int32s
 
@@ -132,16 +133,22 @@ class PrefixCache:
         return self._holder.match(nodes, depth, limit)
 
     def claim(
-        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, may_reuse: bool
+        self,
+        key: PrefixKey,
+        tokens: Int32s,
+        num_prompt_tokens: int,
+        may_reuse: bool,
+        retention: Retention | None = None,
     ) -> Lease:
-        """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
+        """Hold what is found, on whatever tier. Always succeeds; release it if it is no use.
+        `retention`: what is to be kept of the prompt when the lease ends."""
         nodes, depth, ahead, limit = self._holder.walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
         cursor = nodes[-1] if nodes else self._tree.root
         lease = self.open_leases[serial] = Lease(key, cursor, self._num_families, serial)
         lease.limit, lease.junction, lease.ahead = limit, depth, ahead
-        lease.num_prompt_tokens = num_prompt_tokens
+        lease.num_prompt_tokens, lease.retention = num_prompt_tokens, retention
         if depth == 0:
             return lease
         depth = self._holder.hold(lease, nodes, depth, tokens)

@@ -30,7 +30,7 @@ from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
 from manyroots.cache.next_turns import NEAR, NextTurns
 from manyroots.cache.planes import ABSENT, Plane, Units
-from manyroots.cache.tree import TOKEN_BYTES, Indices, Mark, Node
+from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, PrefixMark
 from manyroots.ids import Tier
 from manyroots.step import Bools
 
@@ -90,7 +90,7 @@ class Queue:
         self._sweep_at = max(MIN_SWEEP, 2 * len(self.entries))
 
 
-def _refuse_to_end(mark: Mark) -> None:
+def _refuse_to_end(mark: PrefixMark) -> None:
     raise AssertionError("a mark was made, and no cache set how to end it")
 
 
@@ -113,9 +113,9 @@ class Evictor:
         self._others = Queue()
         self._kept = Queue()
         """Forks."""
-        self._marked: dict[Mark, Queue] = {}
+        self._marked: dict[PrefixMark, Queue] = {}
         """By mark: nodes that it keeps."""
-        self.end_mark: Callable[[Mark], None] = _refuse_to_end
+        self.end_mark: Callable[[PrefixMark], None] = _refuse_to_end
         """Set once, by the cache."""
         self._bit = 1 << plane.index
         self._turns = turns
@@ -154,14 +154,15 @@ class Evictor:
             node.queued |= self._bit
             self._queue_of(node).push(self._used(node), node, num_units)
 
-    def mark_ended(self, mark: Mark) -> None:
+    def mark_ended(self, mark: PrefixMark) -> None:
         """Its nodes are queued by their use again."""
         queue = self._marked.pop(mark, None)
         for _, _, node, _ in () if queue is None else queue.entries:
             node.queued &= ~self._bit
+        for node in mark.nodes:  # all of them: what was not spared by the mark may be now
             self.offer(node)
 
-    def mark_replaced(self, node: Node, old: Mark) -> None:
+    def mark_replaced(self, node: Node, old: PrefixMark) -> None:
         """`node` has another mark than it was queued by."""
         queue = self._marked.get(old)
         if queue is not None and queue.remove(node):

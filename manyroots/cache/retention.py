@@ -1,8 +1,8 @@
 """Prefixes that callers asked to keep: how strongly, and for how long (T13).
 
 A request may mark ranges of its prompt. When it ends, the nodes of its path up to a range's last
-whole page get a `Mark`. Marked units are evicted after all others, on every plane, so pages, window
-pages, saved states and host copies are kept alike. A mark ends
+whole page get a `PrefixMark`. Marked units are evicted after all others, on every plane, so pages,
+window pages, saved states and host copies are kept alike. A mark ends
 
 - when its time is over (`pass_time`);
 - when its tenant's marks exceed the tenant's share of the pool: the weakest end first;
@@ -22,10 +22,10 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.lease import Lease
 from manyroots.cache.planes import CacheLayout
 from manyroots.cache.publishing import nearest_attached
-from manyroots.cache.tree import Mark, Node, PrefixTree
+from manyroots.cache.tree import Node, PrefixMark, PrefixTree
 from manyroots.messages import Retention
 
-_Entry = tuple[float, int, Mark]
+_Entry = tuple[float, int, PrefixMark]
 """Priority or end, order of creation, whose."""
 
 
@@ -84,7 +84,7 @@ class Marks:
         while self._num_pages[asked.tenant] > limit:
             self.end(heapq.heappop(self._weakest[asked.tenant])[2])
 
-    def end(self, mark: Mark) -> None:
+    def end(self, mark: PrefixMark) -> None:
         """Leave its nodes to plain use. Harmless where it has ended."""
         if mark.is_over:
             return
@@ -96,27 +96,29 @@ class Marks:
             self._weakest.pop(mark.tenant, None)
         for evictor in self._evictors:
             evictor.mark_ended(mark)
+        mark.nodes.clear()
 
-    def _marks_of(self, asked: Retention, num_pages: int) -> list[tuple[int, Mark]]:
+    def _marks_of(self, asked: Retention, num_pages: int) -> list[tuple[int, PrefixMark]]:
         """(end in pages, mark), ascending. What leads to a page is worth as much as the page."""
-        marks: list[tuple[int, Mark]] = []
+        marks: list[tuple[int, PrefixMark]] = []
         priority, until_s = 0, 0.0
         for wanted in sorted(asked.ranges, key=lambda each: -each.until_token):
             priority = max(priority, wanted.priority)
             until_s = max(until_s, self._now_s + wanted.for_s)
             end = min(wanted.until_token // self._page_size, num_pages)
             if end and not (marks and marks[-1][0] == end):
-                marks.append((end, Mark(asked.tenant, priority, until_s, self._next_serial)))
+                marks.append((end, PrefixMark(asked.tenant, priority, until_s, self._next_serial)))
                 self._next_serial += 1
         marks.reverse()
         return marks
 
-    def _set(self, node: Node, mark: Mark) -> None:
+    def _set(self, node: Node, mark: PrefixMark) -> None:
         """A newer mark replaces an older one, unless that is as strong and lasts as long."""
         old = node.mark if node.is_marked else None
         if old is not None and old.priority >= mark.priority and old.until_s >= mark.until_s:
             return
         node.mark = mark
+        mark.nodes.append(node)
         mark.num_pages += node.num_pages
         self._num_pages[mark.tenant] += node.num_pages
         if old is not None:
@@ -125,7 +127,7 @@ class Marks:
             for evictor in self._evictors:
                 evictor.mark_replaced(node, old)
 
-    def _open(self, mark: Mark) -> None:
+    def _open(self, mark: PrefixMark) -> None:
         heapq.heappush(self._due, (mark.until_s, mark.serial, mark))
         weakest = self._weakest.setdefault(mark.tenant, [])
         heapq.heappush(weakest, (mark.priority, mark.serial, mark))

@@ -28,11 +28,11 @@ PageRange = slice | Indices
 """Pages of one node, counted from its own first."""
 
 
-class Mark:
+class PrefixMark:
     """Why some nodes are to be kept (`retention.py`). Shared by all nodes that one range of a
     request marks."""
 
-    __slots__ = ("is_over", "num_pages", "priority", "serial", "tenant", "until_s")
+    __slots__ = ("is_over", "nodes", "num_pages", "priority", "serial", "tenant", "until_s")
 
     def __init__(self, tenant: str | None, priority: int, until_s: float, serial: int) -> None:
         self.tenant = tenant
@@ -42,6 +42,8 @@ class Mark:
         """Order of creation."""
         self.num_pages = 0
         """Of its nodes, when they were marked."""
+        self.nodes: list[Node] = []
+        """That it was given to; some may have another by now, or have left the tree."""
         self.is_over = False
 
 
@@ -126,7 +128,7 @@ class Node:
         """Whether a request has found its prompt up to here, and nothing to add."""
         self.prompt_end = 0
         """The boundary within this node where the newest prompt ended; 0 if none did."""
-        self.mark: Mark | None = None
+        self.mark: PrefixMark | None = None
         """The newest one, perhaps over."""
         self.queued = 0
         """Bit set of the eviction queues that have this node, by plane: those that know all, then
@@ -306,6 +308,8 @@ class PrefixTree:
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
         upper.last_resumed = node.last_resumed
         upper.is_fork, upper.mark = node.is_fork, node.mark
+        if node.mark is not None:
+            node.mark.nodes.append(upper)
         if node.prompt_end <= depth:
             upper.prompt_end, node.prompt_end = node.prompt_end, 0
         parent.children[(node.owner, node.keys[: self._page_bytes])] = upper

@@ -330,9 +330,10 @@ class Admission:
 
     def _look_up(self, request: Request) -> Lease:
         may_reuse = not request.wants_prompt_logprobs
-        lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
-        lease.retention = request.submit.retention
-        return lease
+        retention = request.submit.retention
+        return self._cache.claim(
+            request.key, request.tokens, request.num_tokens, may_reuse, retention
+        )
 
     def _find(self, request: Request) -> Lease:
         lease = self._look_up(request)

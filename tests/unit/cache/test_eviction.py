@@ -47,8 +47,7 @@ class Served:
     def ask(self, tokens: Int32s, key: PrefixKey = BASE, retention: Retention | None = None) -> int:
         """Serve a prompt; gives how many pages of it were found."""
         cache = self.cache
-        lease = cache.claim(key, tokens, len(tokens), True)
-        lease.retention = retention
+        lease = cache.claim(key, tokens, len(tokens), True, retention)
         computed = num_found = lease.num_cached_tokens
         cache.begin(lease, len(tokens))
         while computed < len(tokens):

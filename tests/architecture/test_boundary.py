@@ -25,8 +25,8 @@ BOUNDARY = {
     "commit_step",
     "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",
     "host_room", "keep", "left_storage_alone", "let_go", "may_overlap", "measured_prefill",
-    "num_keeps", "num_resumable_tokens", "onboard", "page_size", "pass_time", "prefer_own", "prefetch",
-    "release", "stats", "take_copies", "take_events", "next_pages",
+    "num_keeps", "num_resumable_tokens", "onboard", "page_size", "pass_time", "prefer_own",
+    "prefetch", "release", "stats", "take_copies", "take_events", "next_pages",
     "draft", "most_drafts", "accept",
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "is_worth_going_on", "kept",

@@ -56,7 +56,7 @@ def test_f07_latents_are_normalised_rotated_and_written(
     """F07: one row per token, the latent first; a token without a page is written nowhere."""
     tokens = 5
     q, kv = randn(tokens, HEADS, NOPE + ROPE), randn(tokens, LATENT + ROPE, seed=1)
-    table = RopeTable.at(torch.arange(3, 3 + tokens), torch.rand(pairs) + 0.1, 1.3)
+    table = RopeTable.at(torch.arange(3, 3 + tokens), randn(pairs, seed=3).abs() + 0.1, 1.3)
     positions = torch.arange(tokens)
     norm = LatentNorm(randn(LATENT, seed=2), 1e-5)
     mapping = SlotMapping(int32(2, 0, -1, 1, 1), int32(3, 0, 0, 1, 2))

@@ -9,6 +9,7 @@ import pytest
 
 from manyroots.ids import CopyId
 from manyroots.step import CopyDone
+from tests.helpers.patience import PATIENCE_S
 from manyroots.store.copy_ends import CollectedEnds, ForwardedEnds
 
 
@@ -52,18 +53,18 @@ def test_t15_the_ranks_that_failed_are_named() -> None:
 def test_t11_t15_waiting_ends_when_no_copy_is_left() -> None:
     """T11, T15: the first rank waits for all ranks; the others wait for nothing."""
     ends = CollectedEnds(num_ranks=2)
-    ends.wait(60.0)  # nothing is under way
+    ends.wait(PATIENCE_S)  # nothing is under way
     ends.expect(1)
     ends.report(done(True))
     ends.wait(0.01)
     assert ends.take() == ()
     ends.hear(1, done(True))
-    ends.wait(60.0)
+    ends.wait(PATIENCE_S)
     assert len(ends.take()) == 1
     told: list[CopyDone] = []
     other = ForwardedEnds(told.append)
     other.expect(3)
-    other.wait(60.0)
+    other.wait(PATIENCE_S)
     other.report(done(True, copy=7))
     assert [each.copy_id for each in told] == [7]
     assert other.take() == ()

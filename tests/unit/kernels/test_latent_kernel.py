@@ -93,7 +93,7 @@ def test_f07_latents_are_normalised_rotated_and_written(
 def test_f07_scores_do_not_depend_on_how_pairs_lie() -> None:
     """F07: a pair's coordinates side by side and in two halves are one rotation."""
     q, kv = randn(4, HEADS, NOPE + ROPE), randn(4, LATENT + ROPE, seed=1)
-    table = RopeTable.at(torch.arange(4), torch.rand(ROPE // 2) + 0.1)
+    table = RopeTable.at(torch.arange(4), randn(ROPE // 2, seed=3).abs() + 0.1)
     norm = LatentNorm(torch.ones(LATENT), 1e-5)
     order = torch.cat((torch.arange(0, ROPE, 2), torch.arange(1, ROPE, 2)))
     halves_q, halves_kv = q.clone(), kv.clone()

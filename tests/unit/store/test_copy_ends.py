@@ -9,8 +9,8 @@ import pytest
 
 from manyroots.ids import CopyId
 from manyroots.step import CopyDone
-from tests.helpers.patience import PATIENCE_S
 from manyroots.store.copy_ends import CollectedEnds, ForwardedEnds
+from tests.helpers.patience import PATIENCE_S
 
 
 def done(*arrived: bool, copy: int = 1, error: str | None = None, seconds: float = 0.0) -> CopyDone:

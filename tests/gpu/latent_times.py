@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -234,11 +234,19 @@ ROWS = {
 }
 
 
-def _hopper(*, warps: int = 8, merges: bool = True) -> Callable[..., Tensor]:
-    triton_hopper.FEW_WARPS = warps
-    if not merges:
-        triton_hopper._merge = Without()
+def _hopper(
+    *, few: int = 4, copying: int = 4, least: int = 1, merged: tuple[int, int] = (2, 4)
+) -> Callable[..., Tensor]:
+    triton_hopper.FEW_WARPS, triton_hopper.COPY_WARPS = few, copying
+    triton_hopper.LEAST_UNITS = least
+    triton_hopper.MERGED_HEADS, triton_hopper.MERGED_PARTS = merged
     return triton_hopper.latent_decode
+
+
+def _alone() -> Callable[..., Tensor]:
+    """Without the second launch."""
+    triton_hopper._merge = Without()
+    return _hopper()
 
 
 def _plain() -> Callable[..., Tensor]:
@@ -265,17 +273,29 @@ def cases() -> list[Case | PromptCase]:
     found += [Case("hopper", _hopper, "64x4096", heads) for heads in (16, 32, 64, 128)]
     found += [Case("hopper", _hopper, "64x4096", heads, 64) for heads in (16, 128)]
     found += [
+        Case(f"few {few} copying {copying}", partial(_hopper, few=few, copying=copying), rows, 16)
+        for few, copying in ((4, 1), (8, 4))
+        for rows in ("64x4096",)
+    ]
+    found.append(Case("copying 1", partial(_hopper, copying=1), "64x4096", 128))
+    found += [
         Case("hopper", _hopper, rows, heads)
         for rows in ("64x100+", "8x2048", "256x500")
         for heads in (16, 128)
     ]
-    found.append(Case("hopper, 4 warps", partial(_hopper, warps=4), "64x4096", 16))
+    found += [
+        Case(f"least {least}", partial(_hopper, least=least), "8x2048", heads)
+        for least in (2, 4)
+        for heads in (16, 128)
+    ]
+    found += [
+        Case(f"merged {merged}", partial(_hopper, merged=merged), "8x2048", 16)
+        for merged in ((1, 8), (4, 4), (1, 16))
+    ]
     found += [Case("plain", _plain, rows, 16) for rows in ("64x4096", "8x2048")]
-    found.append(Case("plain", _plain, "64x4096", 128))
     found.append(PromptCase("hopper", _hopper_prompt, "some", 3, timed=False))
-    for rows in ("1x4096", "1x8192", "8x1024"):
+    for rows in ("1x4096", "8x1024"):
         found.append(PromptCase("hopper", _hopper_prompt, rows, 16))
-    found.append(PromptCase("plain", _plain_prompt, "1x4096", 16))
     return found
 
 
@@ -306,18 +326,14 @@ def main() -> int:
     print("checked", flush=True)
     for case, good in zip(every, is_right, strict=True):
         if case.timed and good:
-            is_for, merge = triton_hopper.is_for, triton_hopper._merge
+            is_for = triton_hopper.is_for
             print(f"{case.label}  {case.time()}", flush=True)
             triton_hopper.is_for = is_for
-            if (
-                isinstance(case, Case)
-                and case.rows == "64x4096"
-                and case.name == "hopper"
-                and case.heads in (16, 128)
-            ):
-                alone = replace(case, name="  not merged", way=partial(_hopper, merges=False))
-                print(f"{alone.label}  {alone.time()}", flush=True)
-                triton_hopper._merge = merge
+    merge = triton_hopper._merge
+    for heads, rows in ((16, "64x4096"), (128, "64x4096"), (16, "8x2048")):
+        case = Case("  not merged", _alone, rows, heads)
+        print(f"{case.label}  {case.time()}", flush=True)
+        triton_hopper._merge = merge
     print("all agree" if all(is_right) else f"{is_right.count(False)} of {len(every)} are wrong")
     return 0 if all(is_right) else 1
 

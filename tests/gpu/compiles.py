@@ -45,6 +45,8 @@ from manyroots.engine.build import build_engine
 from manyroots.kernels import choice, launch
 from manyroots.kernels.attention import triton_hopper as hopper_attention
 from manyroots.kernels.gemm import triton_early, triton_hopper
+from manyroots.kernels.latent import triton_hopper as hopper_latents
+from manyroots.kernels.latent import triton_hopper_prompt as hopper_latent_prompts
 from manyroots.models import kernel_set, load
 from manyroots.models.source import resolve_source
 from manyroots.runner.graphs import GraphKey, Graphs
@@ -63,6 +65,7 @@ NUM_ADAPTERS, MAX_LEN = 2, 4096
 DEFAULT_RANK = 16
 MODELS = (
     "qwen3-8b", "qwen3-8b+r64", "qwen3-8b+fp8", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b",
+    "deepseek-v2-lite",
 )  # fmt: skip
 
 
@@ -150,6 +153,10 @@ def for_hopper() -> Iterator[Compiled]:
             (launch, "is_dependent", yes),
             (hopper_attention, "is_hopper", yes),
             (hopper_attention, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
+            (hopper_latents, "is_hopper", yes),
+            (hopper_latents, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
+            (hopper_latent_prompts, "is_hopper", yes),
+            (hopper_latent_prompts, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
             (triton_hopper, "is_hopper", yes),
             (triton_early, "is_hopper", yes),
             (kernel_set, "kernels_for", lambda _: choice.kernel_set_of("triton")),

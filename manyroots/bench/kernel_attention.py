@@ -28,6 +28,7 @@ from manyroots.kernels.attention.paged import (
 from manyroots.kernels.attention.reference import decode_attention
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
+from manyroots.layers.memories import Memory
 from manyroots.layers.spec import AttentionSpec
 
 PAGE_SIZE = 16
@@ -73,8 +74,8 @@ def measure_decodes(
 ) -> dict[str, Any]:
     """One query for each sequence, which sees all of it."""
     lens = np.array([sequences.before + length for length in sequences.lens])
-    step = _Pages(spec, lens, dtype, device)
-    q = _randn(step.generator, len(lens), spec.num_heads, spec.memory.head_dim, dtype=dtype)
+    step = Pages(spec.memory, lens, dtype, device)
+    q = randn(step.generator, len(lens), spec.num_heads, spec.memory.head_dim, dtype=dtype)
     order = longest_first(lens.astype(np.int32))
     rows = AttentionMetadata(
         page_table=step.table,
@@ -85,7 +86,7 @@ def measure_decodes(
         slot_mapping=_nowhere(len(lens), device),
         order=None if order is None else torch.from_numpy(order).to(device),
     )
-    checked = _spread_out(len(lens))
+    checked = spread_out(len(lens))
     return _measured(
         "decodes", spec, sequences, step, q, rows, kernels, repeats, checked,
         DecodeRows(step.table[checked], step.lens[checked]),
@@ -104,9 +105,9 @@ def measure_prompts(
     """All queries of each prompt, after what was computed before."""
     counts = np.array(sequences.lens)
     lens = counts + sequences.before
-    step = _Pages(spec, lens, dtype, device)
+    step = Pages(spec.memory, lens, dtype, device)
     starts = [0, *accumulate(counts.tolist())]
-    q = _randn(step.generator, starts[-1], spec.num_heads, spec.memory.head_dim, dtype=dtype)
+    q = randn(step.generator, starts[-1], spec.num_heads, spec.memory.head_dim, dtype=dtype)
     rows = AttentionMetadata(
         page_table=step.table,
         context_lens=step.lens,
@@ -116,7 +117,7 @@ def measure_prompts(
         slot_mapping=_nowhere(starts[-1], device),
     )
     # A prompt's query sees what a decoding one would after as many tokens.
-    checked = _spread_out(starts[-1])
+    checked = spread_out(starts[-1])
     owner = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))[checked]
     seen = checked - torch.tensor(starts)[owner] + sequences.before + 1
     pairs = int((counts * (counts + 1) // 2 + counts * sequences.before).sum())
@@ -127,13 +128,16 @@ def measure_prompts(
     )  # fmt: skip
 
 
-class _Pages:
-    """Keys and values of some layers, in pages at random places."""
+class Pages:
+    """What some layers keep of their tokens, in pages at random places."""
 
     def __init__(
-        self, spec: AttentionSpec, lens: np.ndarray, dtype: torch.dtype, device: torch.device
+        self,
+        memory: Memory,
+        lens: np.ndarray,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        memory = spec.memory
         pages = -(-lens // PAGE_SIZE)
         num_pages = int(pages.sum())
         layer_bytes = memory.unit_bytes(int(lens.sum()), 1, dtype)
@@ -156,7 +160,7 @@ def _measured(
     part: str,
     spec: AttentionSpec,
     sequences: Sequences,
-    step: _Pages,
+    step: Pages,
     q: Tensor,
     rows: AttentionMetadata,
     kernels: Kernels,
@@ -187,7 +191,7 @@ def _measured(
     return measured(case, make, compare, repeats, q.device)
 
 
-def _spread_out(count: int) -> Tensor:
+def spread_out(count: int) -> Tensor:
     """Places among so many, the first and the last of them included."""
     return torch.linspace(0, count - 1, min(count, MOST_CHECKED)).round().long()
 
@@ -198,5 +202,5 @@ def _nowhere(count: int, device: torch.device) -> SlotMapping:
     return SlotMapping(none, none)
 
 
-def _randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+def randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=generator.device, generator=generator)

@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from manyroots.bench.kernel_attention import Sequences, measure_decodes, measure_prompts
+from manyroots.bench.kernel_latent import measure_latent_decodes, measure_latent_prompts
 from manyroots.bench.kernel_products import Products, shapes_of
 from manyroots.bench.kernel_readers import Readers
 from manyroots.bench.machine import describe_machine
@@ -23,11 +24,13 @@ from manyroots.bench.model_configs import write_config
 from manyroots.config import engine_settings
 from manyroots.errors import ConfigError
 from manyroots.kernels.choice import Kernels
+from manyroots.layers.spec import AttentionSpec, LatentSpec
 from manyroots.models.kernel_set import kernel_set
 from manyroots.models.load import describe
 from manyroots.models.source import resolve_source
 from manyroots.models.spec import ModelSpec
 
+Mixer = TypeVar("Mixer")
 PARTS = ("products", "readers", "decodes", "prompts")
 
 
@@ -100,12 +103,22 @@ def _cases(
         readers = Readers.of(products, spec)
         if readers is not None:
             yield from readers.measure(shapes, workload.rows)
-    attention = next((layer.attention for layer in spec.layers if layer.attention), None)
-    if attention is None:
-        return
-    for part, measure in (("decodes", measure_decodes), ("prompts", measure_prompts)):
-        if part in workload.parts:
-            for text in getattr(workload, part):
-                yield measure(
-                    attention, Sequences.read(text), kernels, dtype, device, workload.repeats
-                )
+    for part, measure, measure_latents in (
+        ("decodes", measure_decodes, measure_latent_decodes),
+        ("prompts", measure_prompts, measure_latent_prompts),
+    ):
+        if part not in workload.parts:
+            continue
+        for text in getattr(workload, part):
+            rest = (Sequences.read(text), kernels, dtype, device, workload.repeats)
+            attention, latents = _first(spec, AttentionSpec), _first(spec, LatentSpec)
+            if attention is not None:
+                yield measure(attention, *rest)
+            if latents is not None:
+                yield measure_latents(latents, *rest)
+
+
+def _first(spec: ModelSpec, kind: type[Mixer]) -> Mixer | None:
+    """The first of a model's mixers of this kind."""
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers)
+    return next((mixer for mixer in mixers if isinstance(mixer, kind)), None)

@@ -248,18 +248,14 @@ def _attend(
     first_head, HEADS: gl.constexpr, AXIS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The part of the other warps: all tokens of a part."""
-    if AXIS == 0:
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-            [3, 0], [4, WARPS // 4], [16, HEADS * 4 // WARPS, 16]
-        )
-        o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEADS, 16])
-    else:
-        s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-            [3, 0], [4, WARPS // 4], [16, TOKENS * 4 // WARPS, 16]
-        )
-        o_layout: gl.constexpr = gl.NVMMADistributedLayout(
-            [3, 0], [4, WARPS // 4], [16, HALF * 4 // WARPS, 16]
-        )
+    wide: gl.constexpr = HEADS if AXIS == 0 else TOKENS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, WARPS // 4], [16, wide * 4 // WARPS, 16]
+    )
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS, 1] if AXIS == 0 else [4, WARPS // 4],
+        [16, HEADS if AXIS == 0 else HALF * 4 // WARPS, 16],
+    )  # fmt: skip
     q_full, q_empty, empty = queries[3], queries[4], ring[4]
     row, tile, num_left = plan
     at, asked = 0, 0

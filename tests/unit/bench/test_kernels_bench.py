@@ -14,6 +14,7 @@ from tests.unit.kernels.triton_cases import DEVICE
 
 from manyroots.bench.kernel_attention import Sequences  # isort: skip
 from manyroots.bench.kernel_times import COLD_BYTES, num_copies  # isort: skip
+from manyroots.bench.model_configs import MODEL_CONFIGS  # isort: skip
 from manyroots.bench.kernels import PARTS, KernelWorkload, run_kernels  # isort: skip
 from manyroots.cli.bench_kernels import PARTS as PARTS_OF_THE_COMMAND  # isort: skip
 from manyroots.cli.main import main  # isort: skip
@@ -66,6 +67,18 @@ def test_a_gpus_kernels_with_adapters_agree_with_their_references(
     )
     assert report["all_agree"], report["cases"]
     assert ("products", "qkv", "library") not in names(report), "no library has adapters"
+
+
+def test_f07_latent_attention_is_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F07: one query over latents, and prompts over expanded keys, some before them."""
+    config = MODEL_CONFIGS["deepseek-v2-lite"]
+    sizes = {"num_attention_heads": 3, "kv_lora_rank": 24, "qk_nope_head_dim": 10}
+    sizes |= {"qk_rope_head_dim": 6, "v_head_dim": 9, "num_hidden_layers": 1, "hidden_size": 32}
+    monkeypatch.setitem(MODEL_CONFIGS, "tiny-latents", {**config, **sizes})
+    workload = replace(TINY, model_config="tiny-latents", parts=("decodes", "prompts"))
+    report = run_kernels(workload, torch.device("cpu"))
+    assert names(report) == [(part, "latents", "ours") for part in ("decodes", "prompts")]
+    assert report["all_agree"], report["cases"]
 
 
 def test_a_kernel_that_is_wrong_or_fails_is_said_to_and_stops_nobody(

@@ -72,8 +72,14 @@ def test_a_gpus_kernels_with_adapters_agree_with_their_references(
 def test_f07_latent_attention_is_timed_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """F07: one query over latents, and prompts over expanded keys, some before them."""
     config = MODEL_CONFIGS["deepseek-v2-lite"]
-    sizes = {"num_attention_heads": 3, "kv_lora_rank": 24, "qk_nope_head_dim": 10}
-    sizes |= {"qk_rope_head_dim": 6, "v_head_dim": 9, "num_hidden_layers": 1, "hidden_size": 48}
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 3, "kv_lora_rank": 24}
+    sizes |= {
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6,
+        "v_head_dim": 9,
+        "num_hidden_layers": 1,
+        "hidden_size": 48,
+    }
     monkeypatch.setitem(MODEL_CONFIGS, "tiny-latents", {**config, **sizes})
     workload = replace(TINY, model_config="tiny-latents", parts=("decodes", "prompts"))
     report = run_kernels(workload, torch.device("cpu"))

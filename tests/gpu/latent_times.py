@@ -234,12 +234,9 @@ ROWS = {
 }
 
 
-def _hopper(
-    *, few: int = 4, copying: int = 4, least: int = 1, merged: tuple[int, int] = (2, 4)
-) -> Callable[..., Tensor]:
-    triton_hopper.FEW_WARPS, triton_hopper.COPY_WARPS = few, copying
-    triton_hopper.LEAST_UNITS = least
-    triton_hopper.MERGED_HEADS, triton_hopper.MERGED_PARTS = merged
+def _hopper(*, prefetches: bool = False, few_parts: int = 16) -> Callable[..., Tensor]:
+    triton_hopper.PREFETCHES = prefetches
+    triton_hopper.FEW_PARTS = few_parts
     return triton_hopper.latent_decode
 
 
@@ -270,28 +267,15 @@ def cases() -> list[Case | PromptCase]:
         for page in ((16, 64, 128) if heads in (16, 128) else (16,))
     ]
     found += [Case("hopper", _hopper, rows, 16, timed=False) for rows in ("1x5", "1x100000")]
-    found += [Case("hopper", _hopper, "64x4096", heads) for heads in (16, 32, 64, 128)]
-    found += [Case("hopper", _hopper, "64x4096", heads, 64) for heads in (16, 128)]
-    found += [
-        Case(f"few {few} copying {copying}", partial(_hopper, few=few, copying=copying), rows, 16)
-        for few, copying in ((4, 1), (8, 4))
-        for rows in ("64x4096",)
-    ]
-    found.append(Case("copying 1", partial(_hopper, copying=1), "64x4096", 128))
-    found += [
-        Case("hopper", _hopper, rows, heads)
-        for rows in ("64x100+", "8x2048", "256x500")
-        for heads in (16, 128)
-    ]
-    found += [
-        Case(f"least {least}", partial(_hopper, least=least), "8x2048", heads)
-        for least in (2, 4)
-        for heads in (16, 128)
-    ]
-    found += [
-        Case(f"merged {merged}", partial(_hopper, merged=merged), "8x2048", 16)
-        for merged in ((1, 8), (4, 4), (1, 16))
-    ]
+    for way, name in ((_hopper, "hopper"), (partial(_hopper, prefetches=True), "prefetches")):
+        found += [Case(name, way, "64x4096", heads) for heads in (16, 32, 64, 128)]
+        found += [Case(name, way, "64x4096", heads, 64) for heads in (16, 128)]
+        found += [
+            Case(name, way, rows, heads)
+            for rows in ("64x100+", "8x2048", "256x500")
+            for heads in (16, 128)
+        ]
+    found.append(Case("few parts 8", partial(_hopper, few_parts=8), "64x4096", 16))
     found += [Case("plain", _plain, rows, 16) for rows in ("64x4096", "8x2048")]
     found.append(PromptCase("hopper", _hopper_prompt, "some", 3, timed=False))
     for rows in ("1x4096", "8x1024"):

@@ -29,26 +29,6 @@ LEAST = 16
 
 
 @triton.jit
-def read_rows(
-    pages, scales, at, scales_at, ok, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr, IS_FP8: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """The latents and the rotated parts of tokens whose rows begin at `at` (int64 [tokens])."""
-    d = tl.arange(0, LATENT_POW)
-    e = tl.arange(0, ROPE_POW)
-    seen = ok[:, None] & (d < LATENT)[None, :]
-    latents = tl.load(pages + at[:, None] + d[None, :], mask=seen, other=0.0)
-    seen = ok[:, None] & (e < ROPE)[None, :]
-    rotated = tl.load(pages + at[:, None] + LATENT + e[None, :], mask=seen, other=0.0)
-    if IS_FP8:
-        factor = tl.load(scales + scales_at, mask=ok, other=0.0)
-        latents = latents.to(tl.float32) * factor[:, None]
-        factor = tl.load(scales + scales_at + 1, mask=ok, other=0.0)
-        rotated = rotated.to(tl.float32) * factor[:, None]
-    return latents.to(dtype), rotated.to(dtype)
-
-
-@triton.jit
 def _decode(
     queries, pages, scales, page_table, lengths, out, partial, sums, counters, scale, table_row,
     page_stride, token_stride, scale_start,
@@ -90,17 +70,28 @@ def _decode(
         ok = t < last
         page = tl.load(table + t // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
         at = page * page_stride + t % PAGE_SIZE * token_stride
-        latents, rotated = read_rows(
-            pages, scales, at, at // 4 + scale_start, ok, LATENT, ROPE, LATENT_POW, ROPE_POW,
-            IS_FP8, query.dtype,
-        )  # fmt: skip
+        seen = ok[:, None] & (d < LATENT)[None, :]
+        latents = tl.load(pages + at[:, None] + d[None, :], mask=seen, other=0.0).to(query.dtype)
+        seen = ok[:, None] & (e < ROPE)[None, :]
+        rotated = tl.load(pages + at[:, None] + LATENT + e[None, :], mask=seen, other=0.0)
         scores = tl.dot(query, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(query_rope, tl.trans(rotated), scores, input_precision="ieee")
+        # Numbers of FP8 are multiplied as they are: to scale them first would round them again.
+        if IS_FP8:
+            scale_at = scales + at // 4 + scale_start
+            latent_scale = tl.load(scale_at, mask=ok, other=0.0)[None, :]
+            rope_scale = tl.load(scale_at + 1, mask=ok, other=0.0)[None, :]
+            turned = tl.trans(rotated.to(query.dtype))
+            scores *= latent_scale
+            scores += tl.dot(query_rope, turned, input_precision="ieee") * rope_scale
+        else:
+            scores = tl.dot(query_rope, tl.trans(rotated), scores, input_precision="ieee")
         scores = tl.where(ok[None, :], scores * scale, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
         shrink = tl.exp2(best - higher)
         weights = tl.exp2(scores - higher[:, None])
         total = total * shrink + tl.sum(weights, axis=1)
+        if IS_FP8:
+            weights *= latent_scale
         acc = tl.dot(
             weights.to(latents.dtype), latents, acc * shrink[:, None], input_precision="ieee"
         )

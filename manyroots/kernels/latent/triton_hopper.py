@@ -61,8 +61,10 @@ COPY_REGISTERS = gl.constexpr(40)
 MAX_ROWS = 4096
 LEAST_UNITS = 1
 """Tiles of a part, at least."""
-MERGED_HEADS, MERGED_PARTS = 2, 4
-"""That a program of the second launch merges at once."""
+FEW_PARTS, MANY_PARTS = 16, 4
+"""That a program of the second launch adds at once, of one head and of several."""
+PREFETCHES = False
+"""Whether tiles that shared memory has no room for yet are asked into the cache."""
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
 
 
@@ -134,9 +136,31 @@ def _ask_for_tile(
 
 
 @gluon.jit
+def _prefetch(pages, table, first, length, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr):
+    """Ask for the cache lines of a tile to be brought into L2."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
+    base, page_stride, token_stride = pages
+    t = gl.minimum(first + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), length - 1)
+    page = gl.load(table + t // PAGE_SIZE).to(gl.int64)
+    row = base + page * page_stride + t % PAGE_SIZE * token_stride
+    line = gl.arange(0, 8, gl.SliceLayout(0, layout)) * 64
+    _ask_for_lines(row[:, None] + line[None, :])
+    _ask_for_lines(row + 2 * HALF)
+
+
+@gluon.jit
+def _ask_for_lines(ptrs):
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _copy(
-    q_descs, descs, queries, ring, plan, lengths, page_table, table_row, num_heads, first_head,
-    PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr,
+    q_descs, descs, pages, queries, ring, plan, lengths, page_table, table_row, num_heads,
+    first_head, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
+    PREFETCHES: gl.constexpr,
 ):  # fmt: skip
     """The part of the warps that copy: queries and tiles."""
     row, tile, num_left = plan
@@ -149,6 +173,8 @@ def _copy(
             table = page_table + row.to(gl.int64) * table_row
             last_page = (length - 1) // PAGE_SIZE
             for i in range(count):
+                if PREFETCHES:
+                    _prefetch(pages, table, (tile + i) * TOKENS, length, PAGE_SIZE, WARPS)
                 _ask_for_tile(
                     descs, ring, at + i, table, (tile + i) * TOKENS, last_page, PAGE_SIZE, COPIED
                 )
@@ -358,11 +384,11 @@ def _places(q_descs, HEADS: gl.constexpr):
     do_not_specialize_on_alignment=["page_table", "lengths"],
 )
 def _decode(
-    q_half, q_rope, half, rope, page_table, lengths, out, partial, sums, scale, table_row,
-    num_rows, num_parts, least, num_heads,
+    q_half, q_rope, half, rope, pages, page_stride, token_stride, page_table, lengths, out,
+    partial, sums, scale, table_row, num_rows, num_parts, least, num_heads,
     ROWS: gl.constexpr, HEADS: gl.constexpr, BLOCKS: gl.constexpr, AXIS: gl.constexpr,
     PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
-    COPY_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+    COPY_WARPS: gl.constexpr, PREFETCHES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """One part of all rows' tokens, a block of heads. Programs of the same part are neighbours:
     what one reads is in the cache for the other."""
@@ -386,8 +412,9 @@ def _decode(
                 num_heads, first_head, HEADS, AXIS, WARPS,
             )),
             (_copy, (
-                (q_half, q_rope), (half, rope), queries, ring, plan, lengths, page_table,
-                table_row, num_heads, first_head, PAGE_SIZE, COPIED,
+                (q_half, q_rope), (half, rope), (pages, page_stride, token_stride), queries, ring,
+                plan, lengths, page_table, table_row, num_heads, first_head, PAGE_SIZE, COPIED,
+                COPY_WARPS, PREFETCHES,
             )),
         ],
         [COPY_WARPS], [COPY_REGISTERS],
@@ -478,15 +505,17 @@ def latent_decode(
     warps = FEW_WARPS if is_few else MANY_WARPS
     options = launch_options(device)
     _decode[(num_parts * blocks,)](
-        *descriptors(queries, pages, heads, copied), page_table, lengths, out, partial, sums,
-        scale * LOG2_E, page_table.stride(0), num_rows, num_parts, LEAST_UNITS, num_heads,
-        ROWS=rows, HEADS=heads, BLOCKS=blocks, AXIS=0 if is_few else 1, PAGE_SIZE=page_size,
-        COPIED=copied, WARPS=warps, COPY_WARPS=COPY_WARPS, num_warps=warps, **options,
+        *descriptors(queries, pages, heads, copied), pages, *pages.stride()[:2], page_table,
+        lengths, out, partial, sums, scale * LOG2_E, page_table.stride(0), num_rows, num_parts,
+        LEAST_UNITS, num_heads, ROWS=rows, HEADS=heads, BLOCKS=blocks, AXIS=0 if is_few else 1,
+        PAGE_SIZE=page_size, COPIED=copied, WARPS=warps, COPY_WARPS=COPY_WARPS,
+        PREFETCHES=PREFETCHES, num_warps=warps, **options,
     )  # fmt: skip
-    _merge[(-(-num_heads // MERGED_HEADS), num_rows)](
+    merged = 1 if is_few else 8
+    _merge[(-(-num_heads // merged), num_rows)](
         lengths, partial, sums, out, num_rows, num_parts, LEAST_UNITS, num_heads, ROWS=rows,
-        TOKENS=TOKENS.value, LATENT=latent, HEADS=MERGED_HEADS, PARTS=MERGED_PARTS, num_warps=4,
-        **options,
+        TOKENS=TOKENS.value, LATENT=latent, HEADS=merged,
+        PARTS=FEW_PARTS if is_few else MANY_PARTS, num_warps=4 if is_few else 8, **options,
     )  # fmt: skip
     return out
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Tutorials": ("tutorials/first-steps.md", "tutorials/*.md"),
+    "Tutorials": (
+        "tutorials/first-steps.md",
+        "tutorials/train-an-adapter.md",
+        "tutorials/many-adapters.md",
+        "tutorials/rl-loop.md",
+        "tutorials/*.md",
+    ),
     "How-to guides": (
         "how-to/*.md",
         "adapters.md",

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.docs import errors, flags, http, ledger, matrix, metrics, python_api
+from tools.docs import charts, errors, flags, http, ledger, matrix, metrics, python_api
 
 ROOT = Path(__file__).parents[2]
 Pages = dict[str, Callable[[], str]]
 QUICK: Pages = {
+    "docs/images/decode-beside-vllm.svg": charts.decode,
+    "docs/images/traffic-beside-vllm.svg": charts.traffic,
     "docs/reference/errors.md": errors.page,
     "docs/reference/flags.md": flags.page,
     "docs/reference/http.md": http.page,

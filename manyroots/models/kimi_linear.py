@@ -1,7 +1,7 @@
 """Kimi Linear: delta attention with a decay for each channel, and a few layers of latent attention.
 
 Nothing is rotated: the part of keys that all heads share is as it is. Experts are those of
-DeepSeek-V3, behind a dense layer.
+DeepSeek-V3, after a dense layer.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ INT8 = "-int8"
 """The same of products in INT8."""
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
+_FEW_EXPERTS = {
+    "moe_intermediate_size": 128, "n_routed_experts": 8, "n_group": 1, "topk_group": 1
+}  # fmt: skip
+"""One group: of two that are equally likely either may be chosen in half precision."""
 _LATENT_SIZES = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 64,
@@ -61,10 +65,17 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "granite-h": {"intermediate_size": 128, **_MAMBA},
     "mixtral": {"intermediate_size": 128},
     "glm4-moe-norm": {"moe_intermediate_size": 128},
-    "deepseek-v2-lite": {"moe_intermediate_size": 128, **_PUBLIC_LATENT_SIZES},
-    "deepseek-v3": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_PUBLIC_LATENT_SIZES},
-    "glm4-moe-lite": {"moe_intermediate_size": 128, "q_lora_rank": 64, **_LATENT_SIZES},
-    "kimi-linear": {"moe_intermediate_size": 128, "linear_head_dim": 32, **_LATENT_SIZES},
+    "deepseek-v2-lite": {**_FEW_EXPERTS, **_PUBLIC_LATENT_SIZES},
+    "deepseek-v3": {**_FEW_EXPERTS, "q_lora_rank": 64, **_PUBLIC_LATENT_SIZES},
+    "glm4-moe-lite": {**_FEW_EXPERTS, "q_lora_rank": 64, **_LATENT_SIZES},
+    "kimi-linear": {
+        "moe_intermediate_size": 128,
+        "num_local_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_head_dim": 32,
+        **_LATENT_SIZES,
+    },
 }
 """Those with experts, and how wide these are."""
 VOCAB = 97

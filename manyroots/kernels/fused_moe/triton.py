@@ -105,8 +105,8 @@ def _within_groups(
         best = tl.where(is_here, score[:, None], best)
     is_chosen = tl.zeros((BLOCK_R, BLOCK_E), tl.int32)
     for _ in range(CHOSEN_GROUPS):
-        group = tl.argmax(best, axis=1) // GROUP_SIZE
-        is_this = group_of[None, :] == group[:, None]
+        likeliest = tl.argmax(best, axis=1) // GROUP_SIZE
+        is_this = group_of[None, :] == likeliest[:, None]
         is_chosen = tl.where(is_this, 1, is_chosen)
         best = tl.where(is_this, float("-inf"), best)
     return tl.where(is_chosen > 0, left, float("-inf"))

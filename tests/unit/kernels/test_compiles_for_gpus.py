@@ -21,7 +21,9 @@ from triton.compiler import ASTSource
 
 from manyroots.kernels import triton_fp8_rows
 from manyroots.kernels.activation import triton as activation
+from manyroots.kernels.delta_rule import triton_channels as channels
 from manyroots.kernels.gemm import triton as gemm
+from manyroots.kernels.fused_moe import triton as routing
 from manyroots.kernels.fused_moe import triton_products as moe
 from manyroots.kernels.qk_rope_kv_write import triton as rope
 
@@ -71,6 +73,24 @@ code = compiled(
     BLOCK_M=8, BLOCK_N=64, BLOCK_K=128, EVEN_K=True, LINES=1, DEPENDENT=True,
 )
 assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
+
+scores = dict.fromkeys(("logits", "bias", "weights", "hidden", "pool"), FLOAT)
+scores |= dict.fromkeys(("chosen", "ranks", "pairs", "groups", "slots", "counter"), INT)
+scores |= dict(table=LONG, factor="fp32")
+for scoring in ("softmax", "sigmoid_renormalised"):
+    compiled(
+        routing._route, scores, NUM_SPLITS=1, LORA_SPLITS=0, RANK_BLOCK=16, TOP_K=3,
+        SCORING=scoring, HAS_BIAS=True, BLOCK_C=4, BLOCK_E=16, BLOCK_R=8, BLOCK_T=16,
+        NUM_GROUPS=4, CHOSEN_GROUPS=2, GROUP_SIZE=3, DEPENDENT=True,
+    )
+
+states = dict.fromkeys(("q", "k", "v", "decay", "beta", "out"), HALF)
+states |= dict.fromkeys(("a_log", "dt_bias", "state"), FLOAT)
+states |= dict(units=LONG, starts=INT, is_fresh="*i1")
+compiled(
+    channels._tokens, states, HEADS=32, KEY_DIM=128, VALUE_DIM=128, BLOCK_V=32, EPS=1e-6,
+    DEPENDENT=True,
+)
 
 experts = dict.fromkeys(("x", "up_bias", "down_bias", "inner"), HALF)
 experts |= dict.fromkeys(("gate_up", "up_scales", "down", "down_scales"), INT)

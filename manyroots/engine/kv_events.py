@@ -54,6 +54,9 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     extra_keys: list[tuple[Any, ...] | None] | None = None
     """For each page whatever its hash depends on beside tokens: the adapter's digest in
     hexadecimal, the salt, and where in the page the adapter begins if not at its first token."""
+    cache_salt: str | None = None
+    """The salt by itself, as Dynamo's indexer reads it: it would take salted pages for anybody's
+    otherwise."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
@@ -95,6 +98,7 @@ def to_wire(event: CacheEvent, page_size: int, name_of: NameOf) -> BlockStored |
         medium=MEDIA[event.tier],
         lora_name=None if adapter is None else name_of(adapter),
         extra_keys=[tuple(extra)] * len(hashes) if extra else None,
+        cache_salt=salt,
     )
 
 

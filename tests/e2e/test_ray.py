@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,3 +84,45 @@ def test_m01_the_server_drains_and_leaves_no_engine(served: AdapterServer) -> No
     served.server.signal(signal.SIGTERM)
     assert served.server.process.wait(PATIENCE_S) == 0, served.server.log()
     assert not set(mine) & set(engines())
+
+
+APPLICATION = """
+import os, sys, time
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+import httpx, ray
+from ray import serve
+from manyroots.ray import app
+
+model, proxy, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+ray.init(include_dashboard=False, num_cpus=4, logging_level="WARNING", log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": proxy})
+serve.run(app({
+    "model": model, "replicas": "2", "port": port, "device": "cpu", "served-model-name": "tiny",
+}))
+gateway = httpx.get(f"http://127.0.0.1:{proxy}/", timeout=60).json()["gateway"]
+deadline = time.monotonic() + 240
+while httpx.get(gateway + "/ready").status_code != 200:
+    assert time.monotonic() < deadline
+    time.sleep(0.2)
+asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+answer = httpx.post(gateway + "/v1/completions", json=asked, timeout=60)
+assert answer.status_code == 200, answer.text
+assert answer.json()["usage"]["completion_tokens"] == 3
+assert 'manyroots:replicas_up{model_name="tiny"} 2.0' in httpx.get(gateway + "/metrics").text
+serve.shutdown()
+ray.shutdown()
+print("served")
+"""
+
+
+def test_m01_g08_a_serve_application_is_a_gateway_with_its_engines(tiny: TinyAdapters) -> None:
+    """In a process of its own, because Ray changes signal handlers and the environment."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as chosen:
+            chosen.bind(("127.0.0.1", 0))
+            ports.append(str(chosen.getsockname()[1]))
+    command = [sys.executable, "-c", APPLICATION, str(tiny.model), *ports]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "served" in done.stdout

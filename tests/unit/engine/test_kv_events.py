@@ -47,7 +47,7 @@ def test_k01_events_have_the_form_that_routers_read() -> None:
                 "type": "BlockStored", "block_hashes": [short_hash(h) for h in stored.hashes],
                 "parent_block_hash": short_hash(b"p" * 32), "token_ids": [5, 6, 7, 8],
                 "block_size": 2, "lora_id": None, "medium": "CPU", "lora_name": "legal",
-                "extra_keys": [key, key],
+                "extra_keys": [key, key], "cache_salt": "salt",
             },
             {"type": "BlockRemoved", "block_hashes": [short_hash(b"h" * 32)], "medium": "GPU"},
         ],

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -29,11 +30,12 @@ from manyroots.bench.kernel_profile import KernelTimes, kernels_of
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.bench.spread import spread
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.messages import Submit
+from manyroots.messages import Stats, Submit
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
@@ -64,6 +66,10 @@ SHAPE = StructuredOutputsParams(
     json=json.dumps({"type": "array", "minItems": 10_000, "items": _ITEM})
 )
 """Of every second row; the others are free, as in the greedy case."""
+STEADY_TOKEN = 5
+STEADY: dict[str, Any] = {"temperature": 0, "logit_bias": {STEADY_TOKEN: 100.0}}
+"""With drafts every row says one token: with random weights the two best are often so close that
+rounding would decide between them, and guesses would be right less often than asked."""
 COLD_PROMPT_LEN = 16
 COLD_SLOTS = 3
 COLD_CASES = {
@@ -102,6 +108,8 @@ class DecodeWorkload:
     """Whether adapters change experts, too."""
     num_layers: int | None = None
     """At most so many of the model's; None: all."""
+    acceptances: tuple[float, ...] = ()
+    """With drafts: the probability that a guess is right; one case each, beside one without."""
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -220,6 +228,12 @@ def _run_cases(
             )
             for kind in workload.samplings
         }
+        if workload.acceptances:
+            adapters = range(num_adapters)
+            runs = {"no drafts": _Batch(engine, prompt_len, batch, adapters, STEADY)}
+            for acceptance in workload.acceptances:
+                drafts = _Batch(engine, prompt_len, batch, adapters, STEADY, acceptance=acceptance)
+                runs[f"drafts, {acceptance:g} right"] = drafts
         lines: dict[str, list[Timeline]] = {kind: [] for kind in runs}
         for run in runs.values():
             run.run(num_tokens=4)  # adapters to the device, graphs and buffers warm
@@ -234,6 +248,7 @@ def _run_cases(
                 "prompt_len": prompt_len,
                 "adapters": num_adapters,
                 **decode_figures(lines[kind], batch),
+                **run.drafted,
             }
             case["floors"] = floors.beside(case, workload.output_len)
             report["cases"].append(case)
@@ -243,7 +258,7 @@ def _run_cases(
                 f"{case['ms_per_step']:7.3f} ms per step ({ms['least']:.3f} to {ms['most']:.3f})  "
                 f"prefill {case['prefill_s']:.4f} s  {kind}"
             )
-            _say(f"{'':>24}  {described(case['floors'])}")
+            _say(f"{'':>24}  {dict(run.drafted) or described(case['floors'])}")
             if workload.profile:
                 case["kernels_per_step"], case["kernels_of_prefill"] = _profile(run)
 
@@ -290,8 +305,13 @@ class _Batch:
         adapters: range,
         sampling: dict[str, Any] | None = None,
         shape: StructuredOutputsParams | None = None,
+        acceptance: float | None = None,
     ) -> None:
-        """`shape`: of every second row's output."""
+        """`shape`: of every second row's output. `acceptance`: the probability that a guess is
+        right; None drafts nothing."""
+        self._acceptance = acceptance
+        self.drafted: Counter[str] = Counter()
+        """In all runs."""
         self._shape = shape
         self._sampling = SAMPLINGS["greedy"] if sampling is None else sampling
         self._engine = engine
@@ -318,7 +338,31 @@ class _Batch:
             )
             for place, (prompt, name) in enumerate(zip(prompts, names, strict=False))
         ]  # fmt: skip
-        return drive(self._engine, submits)
+        speculation = self._engine.parts.scheduler.speculation
+        if speculation is None:
+            return drive(self._engine, submits)
+        speculation.source = None
+        if self._acceptance is not None:
+            source = RecordedDrafts(
+                self._acceptance, vocab_size=vocabulary, seed=int(next(self._ids))
+            )
+            for prompt in prompts:
+                source.record(prompt, [STEADY_TOKEN] * num_tokens)
+            speculation.source = source
+        before = self._engine.loop.stats()
+        line = drive(self._engine, submits)
+        if self._acceptance is not None:
+            self._count(before, self._engine.loop.stats())
+        return line
+
+    def _count(self, before: Stats, after: Stats) -> None:
+        assert before.speculation is not None
+        assert after.speculation is not None
+        old, new = before.speculation, after.speculation
+        self.drafted["steps"] += after.total_steps - before.total_steps
+        self.drafted["drafts"] += new.total_drafts - old.total_drafts
+        self.drafted["draft_tokens"] += new.total_draft_tokens - old.total_draft_tokens
+        self.drafted["accepted_tokens"] += new.total_accepted_tokens - old.total_accepted_tokens
 
 
 def _cold(engine: Engine) -> tuple[dict[str, float], dict[str, dict[str, list[float]]]]:

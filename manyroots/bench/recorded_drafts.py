@@ -22,16 +22,14 @@ class RecordedDrafts:
         self._acceptance = acceptance
         self._vocab_size = vocab_size
         self._seed = seed
-        self._answers: dict[tuple[object, bytes], Int32s] = {}
+        self._answers: dict[bytes, Int32s] = {}
 
-    def record(self, namespace: object, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """`namespace`: the adapter and the salt of the request."""
-        key = (namespace, np.asarray(prompt, np.int32).tobytes())
-        self._answers[key] = np.asarray(answer, np.int32)
+    def record(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._answers[np.asarray(prompt, np.int32).tobytes()] = np.asarray(answer, np.int32)
 
     def guess(self, request: Request, most: int) -> Int32s:
         prompt = request.tokens[: request.num_prompt_tokens].tobytes()
-        answer = self._answers.get((request.group, prompt))
+        answer = self._answers.get(prompt)
         if answer is None:
             return NO_TOKENS
         said = request.num_tokens - request.num_prompt_tokens

@@ -240,6 +240,11 @@ class PrefixCache:
         num_leases = len(self.open_leases)
         return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id, num_leases)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a family of layers keeps one state of a sequence, and not what led to it."""
+        return any(plane.family.is_state for plane in self.layout.device)
+
     def most_drafts(self, num_sure: int) -> int:
         """How many guesses may follow so many sure tokens."""
         return self._growth.most_drafts(num_sure)

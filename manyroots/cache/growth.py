@@ -87,10 +87,7 @@ class Growth:
         units = [self._grow(lease, family, count) for family, count in enumerate(needs)]
         for plane in self._stateful:
             self._states.save(lease, plane.index, num_tokens, step_id)
-        end_of_page = self._pages_for(num_tokens) * self._page_size
-        # A state may have to be saved when the page is full.
-        is_watched = self._stateful and num_tokens < end_of_page
-        lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
+        lease.num_covered_tokens = self._covered(num_tokens)
         return tuple(zip(first, units, strict=True))
 
     def draft(
@@ -104,11 +101,13 @@ class Growth:
     ) -> Extension | Refusal:
         """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
 
-        To be followed by `accept`. Families that can't go back refuse. A window keeps all that it
-        needs from `num_computed` on. Guesses never take the last pages, which rows that are sure
-        of their tokens may need.
+        To be followed by `accept`. A window keeps all that it needs from `num_computed` on. Guesses
+        never take the last pages, which rows that are sure of their tokens may need. With states
+        they end before the page does: a state that is saved there must be of sure tokens.
         """
-        if self._stateful:
+        if self._stateful and (
+            num_sure != num_computed + 1 or num_tokens - num_sure > self.most_drafts(num_sure)
+        ):
             return Refusal.CANNOT_REWIND
         needs = self._needs(lease, num_tokens)
         for family, need in enumerate(needs):
@@ -121,7 +120,9 @@ class Growth:
 
     def most_drafts(self, num_sure: int) -> int:
         """How many guesses may follow so many sure tokens."""
-        return 0 if self._stateful else MOST_DRAFTS
+        if not self._stateful:
+            return MOST_DRAFTS
+        return max(0, self._pages_for(num_sure) * self._page_size - 1 - num_sure)
 
     def rewind(self, lease: Lease, num_tokens: int) -> None:
         """Of what a step computed over guesses, only the first `num_tokens` are right: give back
@@ -132,7 +133,14 @@ class Growth:
             units = lease.shrink(plane.index, num_pages)
             if len(units):
                 self._index.pools[plane.index].drop(units)
-        lease.num_covered_tokens = num_pages * self._page_size
+        lease.num_covered_tokens = self._covered(num_tokens)
+
+    def _covered(self, num_tokens: int) -> int:
+        """How far a lease needs nothing more that has units for so many tokens."""
+        end_of_page = self._pages_for(num_tokens) * self._page_size
+        # A state may have to be saved when the page is full.
+        is_watched = self._stateful and num_tokens < end_of_page
+        return end_of_page - 1 if is_watched else end_of_page
 
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.

@@ -16,8 +16,8 @@ class Refusal(enum.Enum):
     NO_ROOM = "no room"
     TOO_LARGE = "there will never be room for all of it"
     """To questions to storage alone (T04)."""
-    CANNOT_REWIND = "a family of layers keeps one state, which can't be taken back"
-    """To drafts alone (P11): computing a token changes the state for good."""
+    CANNOT_REWIND = "a family of layers would save a state of guessed tokens"
+    """To drafts alone (P11): with states, they must end before their page does."""
 
 
 class Ending(enum.Enum):

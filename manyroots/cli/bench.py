@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from manyroots.cli.bench_values import (
     check_at_least,
     check_layers,
     check_positive,
+    floats,
     ints,
     report_file,
     written,
@@ -145,6 +147,14 @@ def _add_decode(kinds: Any) -> None:
         action="store_true",
         help="also with a JSON schema for every second row (needs --tokenizer)",
     )
+    group.add_argument(
+        "--speculate", type=int, default=0, metavar="TOKENS",
+        help="longest draft: also decode with drafts, right with each of --acceptance",
+    )  # fmt: skip
+    group.add_argument(
+        "--acceptance", type=floats, default=(0.7,), metavar="LIST",
+        help="probabilities that a drafted token is right, one case for each",
+    )  # fmt: skip
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
 
@@ -288,6 +298,9 @@ def _decode(arguments: dict[str, Any]) -> int:
         )
     for name, low in (("batch", 1), ("adapters", 0), ("prompt_len", 1)):
         check_at_least(name, min(values[name]), low)
+    check_at_least("speculate", values["speculate"], 0)
+    if not all(0.0 <= share <= 1.0 for share in values["acceptance"]):
+        raise ConfigError(f"--acceptance is {values['acceptance']}; each must be from 0 to 1.")
     lengths, batches = values["prompt_len"], values["batch"]
     if len(lengths) not in (1, len(batches)):
         raise ConfigError(
@@ -312,10 +325,13 @@ def _decode(arguments: dict[str, Any]) -> int:
         profile=values["profile"],
         adapts_experts=not values["adapters_without_experts"],
         num_layers=values["layers"],
+        acceptances=values["acceptance"] if values["speculate"] else (),
     )
-    report = run_decode(
-        workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]
-    )
+    engine = engine_values(values)
+    if values["speculate"]:
+        config = {"method": "suffix", "num_speculative_tokens": values["speculate"]}
+        engine.setdefault("speculative_config", json.dumps(config))
+    report = run_decode(workload, values["model_config"], engine, cold=values["adapters_cold"])
     return written(report, values["json"])
 
 

@@ -133,7 +133,7 @@ class EngineLoop:
         depth: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now`: the clock by which prefixes are kept, in seconds.
+        """`now`: the clock by which prefixes are kept and steps are timed, in seconds.
         `take_weights`: None where weights can't be updated in place.
         `directory`: None leaves adapters to whoever registers them with the scheduler.
         `compiles`: None refuses requests whose output has a shape.
@@ -152,6 +152,10 @@ class EngineLoop:
         self._depth = depth
         self._now = now
         self._launched: deque[Future[StepResult]] = deque()
+        self._planned_at_s: deque[float] = deque()
+        """When each of these was planned."""
+        self._done_at_s = 0.0
+        """When the newest result was taken."""
         self._gathered = StepOutputs([])
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
@@ -327,8 +331,10 @@ class EngineLoop:
         if self._launched and self._scheduler.awaits_result:
             # What is told of it is sent on while the next step runs.
             self._finish_oldest()
+        began_s = self._now()
         plan = None if self._is_paused or self._asked else self._scheduler.schedule()
         if plan is not None:
+            self._planned_at_s.append(began_s)
             self._load_timer.launch(plan)
             if plan.arrivals:
                 self.tell_begun([a.request_id for a in plan.arrivals if a.request_id > 0])
@@ -455,7 +461,8 @@ class EngineLoop:
         if self.ring is not None:
             self.ring.done(result)
         self._load_timer.answer(result.adapters)
-        made = self._scheduler.advance(result)
+        began_s, self._done_at_s = max(self._planned_at_s.popleft(), self._done_at_s), self._now()
+        made = self._scheduler.advance(result, self._done_at_s - began_s)
         self._gathered.outputs.extend(made.outputs)
         self._gathered.tokens = made.tokens  # one result a step: nothing is there yet
 
@@ -468,6 +475,7 @@ class EngineLoop:
                 self._load_timer.answer(future.result().adapters)
                 self._gathered.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
+        self._planned_at_s.clear()
         reason = f"the step that computed this request failed: {error}"
         self._gathered.outputs.extend(self._scheduler.fail_in_flight(reason))
         if isinstance(error, UnavailableError):

@@ -22,6 +22,7 @@ from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.messages import LoadTime, Stats
 from manyroots.observe.adapters import AdapterCounts, AdapterMetrics
 from manyroots.observe.recent import RecentTimes, ReuseByAdapter
+from manyroots.observe.speculation import DraftCounts
 from manyroots.observe.tiers import TierCounts
 
 _SECONDS = (
@@ -90,6 +91,7 @@ class Metrics:
         if cache_config is not None:
             self.registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
         self.registry.register(TierCounts(model_name, read_stats))
+        self.registry.register(DraftCounts(model_name, read_stats))
         self._read_timeouts: Mapping[str, int] = {}
         self._num_api_restarts = 0
         self.registry.register(_Collected(self._collect_of_server))

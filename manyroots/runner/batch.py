@@ -148,13 +148,14 @@ class PersistentBatch:
         self.num_tokens[rows] = places + 1
         return places
 
-    def accept(self, row: int, tokens: Int32s) -> None:
+    def accept(self, row: int, tokens: Int32s, *, goes_back: bool) -> None:
         """A step checked a row's guesses: these tokens follow its known ones, and all but the last
-        of them are computed."""
+        of them are computed. `goes_back`: or none, since the row has the state from before the
+        step again, and so its newest known token is not computed either."""
         known = int(self.num_tokens[row])
         self.tokens[row, known : known + len(tokens)] = tokens
         self.num_tokens[row] = known + len(tokens)
-        self._num_computed[row] = known + len(tokens) - 1
+        self._num_computed[row] = known - 1 if goes_back else known + len(tokens) - 1
 
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

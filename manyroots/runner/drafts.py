@@ -7,9 +7,12 @@ row's progress is settled before the next plan is taken in; the scheduler waits 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from manyroots.kernels.sampling.rows import NO_FAULT, Sampled
 from manyroots.runner.batch import PersistentBatch
@@ -17,6 +20,7 @@ from manyroots.runner.in_flight import InFlight
 from manyroots.runner.inputs import Int64s, StepInputs
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s, Plan
+from manyroots.store.arena import UnitArena
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,27 @@ def checked_drafts(plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
 class DraftRows:
     """Settles rows whose guesses a launched step checks. Used by the thread that launches."""
 
-    def __init__(self, batch: PersistentBatch, state: SamplingState) -> None:
+    def __init__(
+        self, batch: PersistentBatch, state: SamplingState, states: Sequence[UnitArena]
+    ) -> None:
+        """`states`: the arenas of families of states."""
         self._batch = batch
         self._state = state
+        self._states = states
+        self._saved: list[Tensor] = []
+        """By family of states: what rows with a draft had before the step."""
         self._unsettled: tuple[InFlight, tuple[CheckedDraft, ...]] | None = None
+
+    def save_states(self, drafts: Sequence[CheckedDraft]) -> None:
+        """To be called before the model computes: it changes the states of these rows."""
+        self._saved = [
+            arena.data.index_select(0, self._units(drafts, family))
+            for family, arena in enumerate(self._states)
+        ]
+
+    def _units(self, drafts: Sequence[CheckedDraft], family: int) -> Tensor:
+        units = self._batch.units[family, [draft.row for draft in drafts]].astype(np.int64)
+        return torch.from_numpy(units).to(self._states[family].data.device)
 
     def expect(self, step: InFlight, drafts: tuple[CheckedDraft, ...]) -> None:
         """A step was launched that checks these."""
@@ -72,9 +93,14 @@ class DraftRows:
             return
         (step, drafts), self._unsettled = self._unsettled, None
         sampled = step.wait()
-        for draft in drafts:
+        for place, draft in enumerate(drafts):
             num_right = draft.num_right(sampled, step.at)
             places = step.at[draft.samples[: num_right + 1]]
             tokens = sampled.tokens.numpy()[places]
-            self._batch.accept(draft.row, tokens)
+            goes_back = bool(self._states) and num_right < len(draft.tokens)
+            if goes_back:
+                for family, arena in enumerate(self._states):
+                    unit = self._units([draft], family)
+                    arena.data.index_copy_(0, unit, self._saved[family][place : place + 1])
+            self._batch.accept(draft.row, tokens, goes_back=goes_back)
             self._state.count(draft.row, tokens[1:])

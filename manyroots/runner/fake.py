@@ -193,11 +193,21 @@ class FakeRunner:
             sequence.learn(guesses[num_right])
             num_right += 1
         sequence.num_computed_tokens = num_sure + num_right
+        if num_right < num_drafts and any(family.is_state for family in self._families):
+            sequence.num_computed_tokens = num_sure - 1
+            self._restore_states(sequence)
         num_pages = -(-sequence.num_computed_tokens // self._page_size)
         for index, family in enumerate(self._families):
             if not family.is_state:
                 del sequence.tables[index][num_pages:]
         return num_right
+
+    def _restore_states(self, sequence: _Sequence) -> None:
+        """Working states are those of the computed tokens again."""
+        before = sequence.digests[sequence.num_computed_tokens - 1]
+        for index, family in enumerate(self._families):
+            if family.is_state:
+                self._memory[index, Tier.DEVICE, sequence.tables[index][0]] = [before]
 
     def _write(self, sequence: _Sequence, num_tokens: int) -> None:
         begin = sequence.num_computed_tokens

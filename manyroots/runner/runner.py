@@ -80,6 +80,9 @@ from manyroots.store.tier_copies import TierCopies
 MAX_WAIT_S = 0.005
 """How long a plan that waits may hold the thread: whoever comes meanwhile should not wait for
 somebody else's adapter."""
+SHARED_DRAFT_LEN = 4096
+"""The positions of a draft read the same pages. With shorter contexts, finding out what rows share
+takes longer than reading it again."""
 _NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
 
 T = TypeVar("T")
@@ -136,7 +139,7 @@ class ModelRunner:
         if grammars is not None:
             masks = RowMasks(grammars, self._batch, decoder.spec.vocab_size)
         self._state = SamplingState(max_num_seqs, tables, masks)
-        self._drafts = DraftRows(self._batch, self._state)
+        self._drafts = DraftRows(self._batch, self._state, arenas[decoder.num_paged :])
         self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
         self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
         is_gpu = self._device.type == "cuda"
@@ -286,7 +289,9 @@ class ModelRunner:
         """A step of single tokens, in the next larger shape there is."""
         rows = inputs.rows[inputs.sampling]
         size = graphs.size_for(len(inputs.rows))
-        arrays = {**self._decode_arrays(inputs, size), **self._shared_arrays(inputs, size)}
+        arrays = self._decode_arrays(inputs, size)
+        if not plan.drafts or inputs.context_lens.max() > SHARED_DRAFT_LEN:
+            arrays |= self._shared_arrays(inputs, size)
         drafts = self._begin_drafts(plan, inputs)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampled_at)
@@ -423,6 +428,7 @@ class ModelRunner:
         """Prepare what the sampler reads behind guesses."""
         drafts = checked_drafts(plan, inputs)
         if drafts:
+            self._drafts.save_states(drafts)
             tables = table_rows_of(inputs, self._rows.spare.row)
             for draft in drafts:
                 self._state.begin_draft(draft.row, draft.tokens, tables[draft.samples[1:]])

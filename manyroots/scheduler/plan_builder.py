@@ -37,6 +37,10 @@ class Launched:
     total_tokens: int
     drafts: dict[int, Int32s] = field(default_factory=dict)
     """By row: the guesses among its tokens."""
+    is_ahead: bool = False
+    """Whether it was planned while another step ran."""
+    may_draft: bool = False
+    """Whether guesses were wanted when it was planned."""
 
 
 class PlanBuilder:

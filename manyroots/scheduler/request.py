@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from manyroots.lora.registry import Hold
 from manyroots.messages import CacheUse, Submit
 from manyroots.sampling import MAX_TOKENS_LIMIT
 from manyroots.step import Int32s, TokenLogprobs
+
+if TYPE_CHECKING:
+    from manyroots.scheduler.draft_gain import DraftProgress
 
 NEVER = 2**31 - 1
 """A position that no sequence reaches."""
@@ -63,6 +66,7 @@ class Request:
         "_tokens",
         "adapter_from",
         "cache_use",
+        "draft_progress",
         "ending",
         "group",
         "hold",
@@ -152,6 +156,8 @@ class Request:
         """What its lease is released with: which of its states are worth keeping."""
         self.is_broken = False
         """A step computed something of it that is no use: its pages must not be published."""
+        self.draft_progress: DraftProgress | None = None
+        """What guesses gain; None before the first."""
         self.num_draft_tokens = 0
         """Guessed for it and checked by steps."""
         self.num_accepted_tokens = 0

@@ -80,11 +80,11 @@ class Results:
     def _end(self, request: Request, reason: FinishReason) -> None:
         del self._requests[request.submit.request_id]
         if self._speculation is not None and reason is not FinishReason.ERROR:
-            self._speculation.source.ended(request)
+            self._speculation.ended(request)
         self._departures.end(request, reason)
 
-    def advance(self, result: StepResult) -> StepOutputs:
-        """A step is done: take its tokens, publish its pages, finish who is finished."""
+    def advance(self, result: StepResult, seconds: float = 0.0) -> StepOutputs:
+        """As `Scheduler.advance`."""
         step = self.in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
@@ -94,6 +94,11 @@ class Results:
         self.total_step_tokens += step.total_tokens
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
             self._cache.measured_prefill(step.total_tokens, result.seconds)
+        if self._speculation is not None:
+            num_drafted = sum(map(len, step.drafts.values()))
+            only_decodes = step.total_tokens - num_drafted == len(step.rows) and step.samples.all()
+            if only_decodes and step.may_draft != step.is_ahead:  # others lie between two modes
+                self._speculation.measured(len(step.rows), seconds, drafts=step.may_draft)
         if self._charges_tokens:
             self._count_service(step, result)
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
@@ -229,7 +234,9 @@ class Results:
         assert row is not None
         assert lease is not None
         assert self._speculation is not None
-        num_committed = int(self._rows.committed[row]) + num_computed
+        num_committed = int(self._rows.committed[row])
+        if len(tokens) > len(step.drafts[row]) or not self._cache.has_states:
+            num_committed += num_computed  # otherwise the row has the state from before the step
         self._rows.take_draft(request, num_committed, tokens)
         self._cache.accept(lease, request.tokens, num_committed, step.step_id)
         self._rows.watch(request)

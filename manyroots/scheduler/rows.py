@@ -221,6 +221,8 @@ class Rows:
         self.hand_over(request)
         request.extend(tokens)
         self.computed[row] = self.committed[row] = num_computed
+        if num_computed < request.num_tokens - 1:
+            self.prompts[request] = None
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""

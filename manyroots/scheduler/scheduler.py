@@ -178,7 +178,7 @@ class Scheduler:
         """Forget all that could be reused; gives how many pages are free again now. Requests keep
         what they hold, and nobody will find it."""
         if self._speculation is not None:
-            self._speculation.source.forget()
+            self._speculation.forget()
         return self._cache.evict_all().num_freed[0]
 
     def change_weights(self, identity: bytes) -> int:
@@ -214,7 +214,7 @@ class Scheduler:
         return (
             self._speculation is not None
             and bool(self._results.in_flight)
-            and self._speculation.wants_results(len(self._rows.running))
+            and self._speculation.is_on
         )
 
     def pass_time(self, now_s: float) -> None:
@@ -234,7 +234,9 @@ class Scheduler:
         if not all_run:
             self._admission.choose_adapters(builder.step_id, self._departures.pause)
         if self._speculation is not None:
-            self._draft(self._speculation, builder)
+            self._speculation.choose(self._rows.running, builder.step_id)
+            if self._speculation.is_on:
+                self._draft(self._speculation, builder)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
@@ -269,6 +271,8 @@ class Scheduler:
             return None
         self._next_step_id += 1
         plan, launched = builder.to_plan(copies, intents, waits=waits)
+        launched.is_ahead = bool(self._results.in_flight)
+        launched.may_draft = self._speculation is not None and self._speculation.is_on
         self._results.in_flight.append(launched)
         self._adapters.step_launched(builder.step_id)
         return plan
@@ -300,8 +304,6 @@ class Scheduler:
         """Place rows that decode and whose next tokens can be guessed; not where a guess would take
         the place of another row's token, or the last pages."""
         running = self._rows.running
-        if not speculation.wants_results(len(running)):
-            return
         left = speculation.most_tokens(builder.num_tokens_left, len(running))
         for request in running:
             if left < 1 or not self._rows.can_draft(request):
@@ -416,9 +418,15 @@ class Scheduler:
 
     # Results
 
-    def advance(self, result: StepResult) -> StepOutputs:
-        """A step is done: take its tokens, publish its pages, finish who is finished."""
-        return self._results.advance(result)
+    def advance(self, result: StepResult, seconds: float = 0.0) -> StepOutputs:
+        """A step is done: take its tokens, publish its pages, finish who is finished. `seconds`:
+        how long it took with its planning, as far as no other step ran; 0 if not measured."""
+        return self._results.advance(result, seconds)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What is drafted; None where nothing is."""
+        return self._speculation
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
         """Copies and loads have ended, be it without a step."""

@@ -6,9 +6,19 @@ results how often they were right. A wrong guess costs time and changes no token
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
+from manyroots.ids import StepId
 from manyroots.messages import SpeculationStats
+from manyroots.scheduler.draft_gain import (
+    LEAST_ROW_GAIN,
+    MARGIN,
+    DraftGains,
+    DraftProgress,
+    StepCosts,
+    draft_length,
+)
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.suffixes import NO_TOKENS, RecentOutputs, guess
 from manyroots.speculative_config import SpeculationChoice
@@ -16,6 +26,8 @@ from manyroots.step import MAX_STEP_DRAFT_TOKENS, Int32s
 
 MAX_ROWS = 32
 """With more rows a step computes enough without drafts, and guessing would delay its plan."""
+LOOKED_EVERY = 4
+"""Steps between guesses that nothing checks."""
 
 
 class DraftSource(Protocol):
@@ -59,15 +71,53 @@ class Speculation:
     def __init__(self, choice: SpeculationChoice, source: DraftSource | None = None) -> None:
         """`source`: None for earlier text."""
         self._choice = choice
-        self.source = source or SuffixDrafts(choice)
+        self.source: DraftSource | None = source or SuffixDrafts(choice)
+        """None drafts nothing."""
+        self._gains = DraftGains()
+        self._costs = StepCosts()
+        self._is_on = True
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
         self._accepted_by_place = [0] * choice.num_tokens
 
-    def wants_results(self, num_running: int) -> bool:
-        """Whether the next step should be planned only when all tokens are known."""
-        return 0 < num_running <= MAX_ROWS
+    @property
+    def is_on(self) -> bool:
+        """Whether the next step should be planned only when all tokens are known, since it may
+        have drafts."""
+        return self._is_on and self.source is not None
+
+    def choose(self, running: Collection[Request], step_id: StepId) -> None:
+        """Decide whether the step that is planned now, and the one after it, may have drafts."""
+        num_rows = len(running)
+        if num_rows == 0:
+            return
+        if num_rows > MAX_ROWS or self.source is None:
+            self._is_on = False
+            return
+        if not self._choice.is_adaptive:
+            self._is_on = True
+            return
+        if not self._is_on and step_id % LOOKED_EVERY == 0:
+            for request in running:
+                self._look(request, self.source)
+        gain = sum(self._progress(request).gain for request in running) / num_rows
+        needed = self._costs.ratio(num_rows) - 1.0 + (0.0 if self._is_on else MARGIN)
+        self._is_on = gain > needed and not self._costs.wants_plain
+
+    def _progress(self, request: Request) -> DraftProgress:
+        if request.draft_progress is None:
+            request.draft_progress = self._gains.start(request.group)
+        return request.draft_progress
+
+    def _look(self, request: Request, source: DraftSource) -> None:
+        """Guess without a draft, to compare later."""
+        progress, tokens = self._progress(request), request.tokens
+        if len(tokens) <= request.num_prompt_tokens:
+            return
+        if self._gains.compare(request.group, progress, tokens):
+            progress.guessed = source.guess(request, self._choice.num_tokens)
+            progress.guessed_at = len(tokens)
 
     def most_tokens(self, num_tokens_left: int, num_running: int) -> int:
         """How many guesses a step may check, whose budget is so large: a row's own token comes
@@ -76,10 +126,21 @@ class Speculation:
 
     def draft(self, request: Request, most: int) -> Int32s:
         """Guesses of what follows a request's known tokens, at most so many."""
-        most = min(most, self._choice.num_tokens, request.max_num_tokens - request.num_tokens - 1)
+        source, longest = self.source, self._choice.num_tokens
+        assert source is not None
+        if self._choice.is_adaptive:
+            progress = self._progress(request)
+            if progress.gain < LEAST_ROW_GAIN:
+                self._look(request, source)
+                return NO_TOKENS
+            progress.guessed_at = -1
+            longest = draft_length(progress.gain, longest)
+        most = min(most, longest, request.max_num_tokens - request.num_tokens - 1)
         if most < 1:
             return NO_TOKENS
-        guessed = self.source.guess(request, most)
+        guessed = source.guess(request, most)
+        if not len(guessed) and self._choice.is_adaptive:
+            self._gains.checked(request.group, self._progress(request), 0)
         if request.stop_ids:
             # What ends the sequence is never a guess: the sampler says it, and nothing follows.
             for place, token in enumerate(guessed.tolist()):
@@ -96,6 +157,22 @@ class Speculation:
             self._accepted_by_place[place] += 1
         request.num_draft_tokens += num_draft_tokens
         request.num_accepted_tokens += num_accepted
+        self._gains.checked(request.group, self._progress(request), num_accepted)
+
+    def measured(self, num_rows: int, seconds: float, *, drafts: bool) -> None:
+        """A step in which all rows decoded took so long; `drafts`: it may have had guesses."""
+        if seconds > 0.0 and 0 < num_rows <= MAX_ROWS:
+            self._costs.measured(num_rows, seconds, drafts=drafts)
+
+    def ended(self, request: Request) -> None:
+        """A request is over."""
+        if self.source is not None:
+            self.source.ended(request)
+
+    def forget(self) -> None:
+        """Nothing that was said before may be used any more."""
+        if self.source is not None:
+            self.source.forget()
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(

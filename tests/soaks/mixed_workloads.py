@@ -3,11 +3,11 @@
     python -m tests.soaks.mixed_workloads --requests 3000 [--seed 0] [--jobs 1] [--state FILE]
 
 A seed draws a model (full attention, windows, states), how little memory each tier has, and a
-workload: prompts that share and part, samplings of every kind, adapters that are loaded, given
-other weights under their name and unloaded while they are used, more of them than places, other
-weights of the model, pauses, aborts, steps that fail, a storage (files or Redis) that is slow,
-broken, damaged and shared by a second engine, engines that are closed and started on what they
-left. The cache and the adapters are audited as it goes on, and what a router mirrors from the
+workload: prompts that share and part, samplings of every kind, drafts, adapters that are loaded,
+given other weights under their name and unloaded while they are used, more of them than places,
+other weights of the model, pauses, aborts, steps that fail, a storage (files or Redis) that is
+slow, broken, damaged and shared by a second engine, engines that are closed and started on what
+they left. The cache and the adapters are audited as it goes on, and what a router mirrors from the
 events of an engine is what its cache has. Each answer must be what the same request gives alone on
 an engine that reuses nothing (tokens, text, log-probabilities); in the end nothing may be held by
 anybody, and closed engines leave no thread and no open file. A failure says its seed; where storage
@@ -604,6 +604,9 @@ class Driver:
         self.told["host tokens"] += stats.total_host_hit_tokens
         self.told["storage tokens"] += stats.total_storage_hit_tokens
         self.told["hit tokens"] += stats.total_hit_tokens
+        if stats.speculation is not None:
+            self.told["draft tokens"] += stats.speculation.total_draft_tokens
+            self.told["accepted draft tokens"] += stats.speculation.total_accepted_tokens
         assert stats.total_hit_tokens <= stats.total_lookup_tokens
         if stats.self_check is not None:
             self.told["self-checks"] += stats.self_check.total_checks
@@ -655,7 +658,7 @@ class Workload:
         self.heads = [self._text(rng.choice(lengths)) for _ in range(num_heads)]
         self.contents = rng.sample(list(CONTENTS), 2 if self.has_storage else len(CONTENTS))
         self.salts = (None,) * 9 + ("a",) if self.has_storage else (None, None, None, "a", "b")
-        settings = self._settings()
+        settings = self._settings() | self._drafts(random.Random(f"drafts {seed}"))
         self.settings = settings
         num_engines = 2 if self.has_storage and rng.random() < 0.4 else 1
         self.drivers = [
@@ -719,6 +722,16 @@ class Workload:
         if rng.random() < 0.3:
             settings["kv_check_share"] = 0.5
         return settings
+
+    def _drafts(self, rng: random.Random) -> dict[str, Any]:
+        """Guesses from earlier text, as short as one equal token, so that many are wrong."""
+        if rng.random() < 0.3:
+            return {}
+        config = {
+            "method": "suffix", "num_speculative_tokens": rng.choice((1, 3, 8)),
+            "prompt_lookup_min": rng.choice((1, 1, 2)), "adaptive": rng.random() < 0.2,
+        }  # fmt: skip
+        return {"speculative_config": json.dumps(config)}
 
     def _storage(self) -> str:
         if not self.uses_redis:

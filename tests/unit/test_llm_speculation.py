@@ -13,7 +13,7 @@ from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.helpers.adapter_folders import write_adapter
-from tests.soaks.differential import ADAPTERS, ALL_MIXES, MIXES, PAGE
+from tests.soaks.differential import ADAPTERS, ALL_MIXES, PAGE
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -75,16 +75,11 @@ class Engines:
 
     def draft(self, acceptance: float, requests: list[Any], answers: list[Any]) -> None:
         """Have the second engine guess these answers."""
-        scheduler = self.drafting._engine._scheduler  # type: ignore[union-attr]
-        speculation = scheduler._speculation
+        speculation = self.drafting._engine._scheduler.speculation  # type: ignore[union-attr]
         assert speculation is not None
         source = RecordedDrafts(acceptance, vocab_size=VOCAB)
-        for (prompt, _, adapter), answer in zip(requests, answers, strict=True):
-            digest = None
-            if adapter is not None:
-                version = scheduler.adapter(adapter.lora_name)
-                digest = None if version is None else version.digest
-            source.record((digest, None), prompt, answer.outputs[0].token_ids)
+        for (prompt, _, _), answer in zip(requests, answers, strict=True):
+            source.record(prompt, answer.outputs[0].token_ids)
         speculation.source = source
 
     def close(self) -> None:
@@ -92,7 +87,7 @@ class Engines:
         self.drafting.close()
 
 
-@pytest.fixture(scope="module", params=MIXES)
+@pytest.fixture(scope="module", params=ALL_MIXES)
 def engines(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Engines]:
     made = Engines(tmp_path_factory.mktemp("speculation"), request.param)
     yield made

@@ -7,7 +7,14 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from manyroots.ids import AdapterName, RequestId, Tier
-from manyroots.messages import AdapterStats, LoadTime, SelfCheckStats, Stats, StorageStats
+from manyroots.messages import (
+    AdapterStats,
+    LoadTime,
+    SelfCheckStats,
+    SpeculationStats,
+    Stats,
+    StorageStats,
+)
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts
 from manyroots.observe.usage import RefusedCounts, UsageCounts
@@ -19,7 +26,7 @@ HEAD = f"""\
 {NOTICE}
 Names that begin with `vllm:` are those that dashboards for vLLM read. A counter has the suffix
 `_total`, a histogram `_bucket`, `_sum` and `_count`. Some metrics exist only where their feature is
-on: adapters, host and storage tiers, keys, `--kv-check-share`.
+on: adapters, host and storage tiers, keys, `--kv-check-share`, `--speculative-config`.
 
 """
 
@@ -37,6 +44,7 @@ def collected() -> list[Metric]:
         storage=_zeros(StorageStats),
         self_check=_zeros(SelfCheckStats),
         missed_tokens={"cold": 0},
+        speculation=_zeros(SpeculationStats, accepted_by_place=(0,)),
     )
     metrics = Metrics("model", lambda: stats, max_loras=1, cache_config={"block_size": "16"})
     UsageCounts(metrics.registry).take(RequestFacts("id", "model", 1, (), tenant="key"))

@@ -13,10 +13,9 @@ from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
 from manyroots.messages import Submit
-from tests.helpers.cache_harness import window
+from manyroots.step import StepResult
+from tests.helpers.cache_harness import recurrent, window
 from tests.helpers.scheduler_harness import VOCAB, SchedulerHarness, expected_tokens, submit
-
-BASE_GROUP = (None, None)
 
 
 def drafting(
@@ -25,7 +24,7 @@ def drafting(
     """A scheduler whose guesses are right with this probability."""
     source = RecordedDrafts(acceptance, vocab_size=VOCAB)
     for request in requests:
-        source.record(BASE_GROUP, request.prompt, expected_tokens(request))
+        source.record(request.prompt, expected_tokens(request))
     config = json.dumps(
         {"method": "suffix", "num_speculative_tokens": num_tokens, "adaptive": False}
     )
@@ -45,13 +44,16 @@ MIXES = {
     "full": (Capacity(FULL_ATTENTION, 64),),
     "full and window": (Capacity(FULL_ATTENTION, 64), Capacity(window(6, 4), 64)),
     "little memory": (Capacity(FULL_ATTENTION, 14),),
+    "full and state": (Capacity(FULL_ATTENTION, 64), Capacity(recurrent(2), 16)),
+    "state": (Capacity(recurrent(1), 16),),
 }
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("mix", MIXES)
 def test_v01_tokens_are_the_same_with_drafts(mix: str, acceptance: float) -> None:
-    """V01, V03, P11: with any share of right guesses; every read of a page is checked."""
+    """V01, V03, V04, P11: with any share of right guesses; every read of a page and of a state is
+    checked."""
     requests = several()
     harness = drafting(requests, acceptance, capacities=MIXES[mix])
     for request in requests:
@@ -163,3 +165,60 @@ def test_v02_guesses_come_from_the_namespace_alone() -> None:
         assert after is not None
         assert (after.total_accepted_tokens > before.total_accepted_tokens) == is_guessed
         assert harness.tokens(2) == expected_tokens(first)
+
+
+def adaptive(acceptance: float, cost: float, max_tokens: int = 400) -> tuple[float, int]:
+    """How long a request takes, and how many tokens are drafted, where a step that waits for the
+    last result costs so much of one that does not."""
+    request = submit(1, [1, 2, 3], max_tokens=max_tokens)
+    source = RecordedDrafts(acceptance, vocab_size=VOCAB)
+    source.record(request.prompt, expected_tokens(request))
+    harness = SchedulerHarness(
+        speculative_config='{"method": "suffix"}', draft_source=source, num_pages=256
+    )
+    scheduler, runner = harness.scheduler, harness.runner
+    scheduler.submit(request)
+    launched: list[StepResult] = []
+    seconds = 0.0
+    while scheduler.has_work:
+        if launched and scheduler.awaits_result:
+            scheduler.advance(launched.pop(0), cost)
+            seconds += cost
+        plan = scheduler.schedule()
+        if plan is not None:
+            launched.append(runner.execute(plan))
+        if len(launched) > 1 or (plan is None and launched):
+            scheduler.advance(launched.pop(0), 1.0)
+            seconds += 1.0
+    told = scheduler.stats().speculation
+    assert told is not None
+    return seconds, told.total_draft_tokens
+
+
+def test_v06_drafts_are_made_where_they_gain_more_than_they_cost() -> None:
+    """V06: guesses that are never right, or that cost more than they gain, are hardly tried."""
+    seconds, num_drafted = adaptive(acceptance=1.0, cost=1.1)
+    assert seconds < 120
+    assert num_drafted > 300
+    seconds, num_drafted = adaptive(acceptance=0.0, cost=1.1)
+    assert 400 <= seconds <= 403
+    assert num_drafted < 16
+    assert adaptive(acceptance=0.5, cost=1.1)[0] < 270
+    assert adaptive(acceptance=0.5, cost=3.0)[0] < 450, "drafts cost three times as much"
+
+
+def test_v06_nothing_is_drafted_beside_many_rows() -> None:
+    requests = [submit(number, [number, 7, 7], max_tokens=9) for number in range(1, 41)]
+    source = RecordedDrafts(1.0, vocab_size=VOCAB)
+    for request in requests:
+        source.record(request.prompt, expected_tokens(request))
+    harness = SchedulerHarness(
+        speculative_config='{"method": "suffix", "adaptive": false}', draft_source=source,
+        num_pages=256, max_num_seqs=40, budget=256,
+    )  # fmt: skip
+    for request in requests:
+        harness.loop.handle(request)
+    harness.run()
+    told = harness.scheduler.stats().speculation
+    assert told is not None
+    assert told.total_draft_tokens == 0

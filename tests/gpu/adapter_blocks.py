@@ -2,8 +2,8 @@
 
 Two layers of Qwen3-8B's size with random weights, and 24 adapters of two ranks. The same requests
 go to an engine with a slot for each adapter, to one with `--max-loras auto`, and to one whose
-blocks hold a third of the adapters, which replaces them all the time. Exits 1 if tokens of the first
-two differ, or if more than 2% of the third's do: its steps have other rows beside each, which
+blocks hold a third of the adapters, which replaces them all the time. Exits 1 if tokens of the
+first two differ, or if more than 2% of the third's do: its steps have other rows beside each, which
 rounds sums in another order.
 """
 
@@ -68,7 +68,7 @@ def main(options: list[str]) -> int:
         }  # fmt: skip
         slots = answers({**settings, "max_loras": CASE.num_adapters}, "slots")
         blocks = answers({**settings, "max_loras": 0}, "blocks")
-        with mock.patch.object(worker, "count_adapter_room", lambda *_, **__: FEW_BLOCKS):
+        with mock.patch.object(worker, "count_adapter_room", return_value=FEW_BLOCKS):
             few = answers({**settings, "max_loras": 0}, "few blocks")
     wrong = sum(one != other for one, other in zip(slots, blocks, strict=True))
     pairs = list(zip(itertools.chain(*slots), itertools.chain(*few), strict=True))

@@ -59,6 +59,10 @@ def add_simulate_command(commands: Any) -> None:
     )  # fmt: skip
     engine.add_argument("--prefetch-timeout-steps", type=int, default=32, metavar="N")
     engine.add_argument("--max-loras", type=int, default=0, metavar="N", help="0: no limit")
+    engine.add_argument(
+        "--adapter-memory", type=float, default=None, metavar="GIB",
+        help="device memory that adapters share, as with --max-loras auto; default: no limit",
+    )  # fmt: skip
     engine.add_argument("--max-cpu-loras", type=int, default=0, metavar="N", help="0: no limit")
 
     machine = simulate.add_argument_group("machine")
@@ -163,6 +167,7 @@ def _job(arguments: dict[str, Any]) -> SimulationJob:
         every=arguments["every"],
     )
     costs = preset(arguments["preset"]).costs
+    memory = arguments["adapter_memory"]
     return SimulationJob(
         trace=sped_up(trace, arguments["speedup"]),
         settings=SimulationSettings(
@@ -183,6 +188,7 @@ def _job(arguments: dict[str, Any]) -> SimulationJob:
             prefetch_timeout_steps=arguments["prefetch_timeout_steps"],
             max_loras=arguments["max_loras"],
             max_cpu_loras=arguments["max_cpu_loras"],
+            adapter_memory_bytes=None if memory is None else memory * 2**30,
         ),
         costs=with_costs(costs, dict(_parse_cost(text) for text in arguments["cost"])),
         seed=arguments["seed"],

@@ -24,7 +24,7 @@ from manyroots.errors import AdapterError
 from manyroots.lora.files.combination import FoundPart, parts_of_path
 from manyroots.lora.files.folder import WEIGHTS_FILE
 from manyroots.lora.files.memory import MemoryAdapter
-from manyroots.lora.limits import AdapterLimits, DeviceBlocks
+from manyroots.lora.limits import MAX_OPEN_SLOTS, AdapterLimits, DeviceBlocks
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
@@ -45,8 +45,6 @@ from manyroots.store.sources.sources import AdapterSources
 logger = logging.getLogger(__name__)
 
 CPU_BLOCK_BYTES = 64 << 10
-MAX_OPEN_SLOTS = 4096
-"""Most adapters on a device with --max-loras auto, however small: tables have a row for each."""
 MAX_ADDRESSES = 16 << 40
 """Most bytes of addresses that slots may take, of the 128 TiB that a process has."""
 

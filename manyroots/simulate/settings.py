@@ -11,7 +11,7 @@ from manyroots.cache.policies import CachePolicies, Eviction, Prefetch, WriteBac
 from manyroots.cache.split import Demand
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
-from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
+from manyroots.lora.limits import MAX_OPEN_SLOTS, SPARE_SLOTS, AdapterLimits, DeviceBlocks
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.traffic import TraceSequence
 from manyroots.simulate.windows import (
@@ -21,6 +21,8 @@ from manyroots.simulate.windows import (
     window_capacities,
 )
 
+BLOCK_BYTES = 2 << 20
+"""Of a GPU's memory for adapters."""
 MAX_MODEL_LEN = 32768
 """With windows, unless it is said."""
 
@@ -50,6 +52,8 @@ class SimulationSettings:
     max_cpu_loras: int = 0
     num_spare_slots: int | None = None
     """Slots beyond --max-loras; None is as many as the engine has, memory aside."""
+    adapter_memory_bytes: float | None = None
+    """Device memory that adapters share, as with --max-loras auto; None is no limit."""
     scheduling_policy: str = "fcfs"
     adapter_quantum_steps: int | None = None
     windows: tuple[str, ...] = ()
@@ -87,6 +91,17 @@ class SimulationSettings:
         parse_windows(self.windows)
         if self.windows and (self.families or self.num_host_pages):
             raise ConfigError("--window goes with neither --num-host-pages nor other families.")
+        if self.adapter_memory_bytes is not None:
+            if self.max_loras:
+                raise ConfigError(
+                    "--adapter-memory is what adapters share if no number of them is given; leave "
+                    "out --max-loras."
+                )
+            if self.adapter_memory_bytes < BLOCK_BYTES:
+                raise ConfigError(
+                    f"--adapter-memory is {self.adapter_memory_bytes:.0f} bytes; a block has "
+                    f"{BLOCK_BYTES}. Raise it."
+                )
         self.adapter_limits()
         if self.depth not in (0, 1):
             raise ConfigError(f"depth is {self.depth}; it must be 0 or 1.")
@@ -116,6 +131,10 @@ class SimulationSettings:
         return self.families or (full,)
 
     def adapter_limits(self) -> AdapterLimits:
+        if self.adapter_memory_bytes is not None:
+            num_blocks = int(self.adapter_memory_bytes) // BLOCK_BYTES
+            blocks = DeviceBlocks(num_blocks, BLOCK_BYTES, min(num_blocks, MAX_OPEN_SLOTS))
+            return AdapterLimits(max_loras=0, max_cpu_loras=self.max_cpu_loras, blocks=blocks)
         num_spare = self.num_spare_slots
         if num_spare is None:
             num_spare = self.max_loras // SPARE_SLOTS

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from manyroots.config import EngineSettings, engine_settings
-from manyroots.engine.adapter_runtime import MAX_OPEN_SLOTS, Adaptable, adapter_limits
+from manyroots.engine.adapter_runtime import Adaptable, adapter_limits
 from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.memory import (
     LEAST_PAGE_BYTES,
@@ -22,6 +22,7 @@ from manyroots.engine.memory import (
 from manyroots.errors import ConfigError
 from manyroots.layers.memories import KV
 from manyroots.layers.spec import AttentionSpec
+from manyroots.lora.limits import MAX_OPEN_SLOTS
 from manyroots.models.kernel_set import check_step
 
 

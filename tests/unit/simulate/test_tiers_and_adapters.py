@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from manyroots.errors import ConfigError
 from manyroots.ids import Tier
 from manyroots.messages import FinishReason
 from manyroots.simulate.costs import with_costs
 from manyroots.simulate.faults import Faults
-from manyroots.simulate.settings import SimulationSettings
+from manyroots.simulate.settings import BLOCK_BYTES, SimulationSettings
 from manyroots.simulate.simulation import simulate
 from manyroots.simulate.summary import summarize
 from manyroots.simulate.trace import Trace
@@ -161,3 +162,22 @@ def test_requests_outlive_the_reload_of_their_adapter() -> None:
     refused = [r for r in run.records if r.namespace is None]
     assert all(r.is_whole != (r in refused) for r in run.records)
     assert len({r.namespace for r in run.records if r.namespace}) > 1
+
+
+@pytest.mark.parametrize(("num_fit", "num_loads"), [(6, 6), (3, 18)])
+def test_a01_adapters_share_memory_as_in_the_server(num_fit: int, num_loads: int) -> None:
+    """A01: six adapters in turn, three times; where all fit, each is loaded once."""
+    trace = tuple(
+        line(60.0 * number, ("p", 20), adapter=f"adapter {number % 6}") for number in range(18)
+    )
+    room = replace(SMALL, adapter_memory_bytes=num_fit * (COSTS.adapter_bytes + BLOCK_BYTES))
+    run = simulate(trace, room, COSTS, seed=0, audit=True)
+    assert all(record.is_whole for record in run.records)
+    assert sum(run.num_adapter_loads.values()) == num_loads
+
+
+def test_memory_for_adapters_and_a_number_of_them_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="leave out --max-loras"):
+        replace(SMALL, max_loras=2, adapter_memory_bytes=2**30)
+    with pytest.raises(ConfigError, match="a block has"):
+        replace(SMALL, adapter_memory_bytes=1.0)

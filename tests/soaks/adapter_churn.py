@@ -1,0 +1,136 @@
+"""Loads, replacements and unloads under streams: `python -m tests.soaks.adapter_churn 10000`.
+
+A real engine whose blocks hold a few of the adapters serves streams all the time, while
+names are loaded, replaced with other weights and unloaded. Each request's tokens are compared with
+those of the weights that its name had when it was submitted, computed alone. At the end every name
+is unloaded, and nothing may be left: no block, slot, host copy or page. Prints counts; exits 1 if
+anything is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from manyroots.sampling import SamplingParams
+from tests.helpers.adapter_engine import AdapterEngine, TinyWorld
+from tests.helpers.adapter_folders import Recipe
+
+NAMES = tuple(f"name-{number}" for number in range(8))
+RECIPES = {
+    f"c{number}": Recipe(rank=(1, 2, 8, 16)[number % 4], modules=modules, seed=number)
+    for number, modules in enumerate(
+        [("q_proj",), ("q_proj", "v_proj"), ("gate_proj", "up_proj", "down_proj"), ("o_proj",)] * 3
+    )
+}
+PROMPTS = tuple([5, number, 7, 11] for number in range(3))
+NUM_BLOCKS = 5
+MAX_STREAMS = 12
+
+
+class Churn:
+    """One engine, and what it should say."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.rng = random.Random(f"churn {seed}")
+        world = TinyWorld(folder, RECIPES)
+        self._alone = AdapterEngine(world, names={text: text for text in RECIPES}, max_loras=1)
+        self._expected: dict[tuple[str, int], list[int]] = {}
+        self.engine = AdapterEngine(world, num_blocks=NUM_BLOCKS, adapter_quantum_steps=2)
+        self.contents: dict[str, str] = {}
+        """What each name means now."""
+        self._asked: dict[int, tuple[str, int, int]] = {}
+        """Content, prompt and length of each request that is not over."""
+        self._next = 0
+        self.counts: Counter[str] = Counter()
+
+    def expected(self, content: str, prompt: int, length: int) -> list[int]:
+        key = (content, prompt)
+        if key not in self._expected:
+            number = len(self._expected)
+            longest = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+            self._alone.submit(number, PROMPTS[prompt], content, sampling=longest)
+            self._alone.run()
+            self._expected[key] = self._alone.tokens(number)
+        return self._expected[key][:length]
+
+    def change(self) -> None:
+        """Load, replace or unload one name, while streams go on."""
+        name = self.rng.choice(NAMES)
+        loaded = name in self.contents
+        if loaded and self.rng.random() < 0.4:
+            op, kind = self.engine.unload(name), "unloads"
+            del self.contents[name]
+        else:
+            content = self.rng.choice(list(RECIPES))
+            op, kind = self.engine.load(name, content, in_place=loaded), "loads"
+            kind = "replacements" if loaded else kind
+            self.contents[name] = content
+        self.counts[kind] += 1
+        while op not in self.engine.replies:
+            if not self.engine.loop.has_work and self.engine.loop.is_reading:
+                self.engine.loop.wait_for_read()
+            self.step()
+        assert self.engine.replies[op].error is None, self.engine.replies[op]
+
+    def ask(self) -> None:
+        name = self.rng.choice(list(self.contents))
+        prompt, length = self.rng.randrange(len(PROMPTS)), self.rng.randint(1, 24)
+        sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
+        self.engine.submit(self._next, PROMPTS[prompt], name, sampling=sampling)
+        self._asked[self._next] = (self.contents[name], prompt, length)
+        self._next += 1
+
+    def step(self) -> None:
+        self.engine.step()
+        for number in [n for n in self._asked if self.engine.is_over(n)]:
+            want = self.expected(*self._asked.pop(number))
+            given = self.engine.tokens(number)
+            assert given == want, f"request {number} got {given} for {want}"
+            del self.engine.outputs[number]
+            self.counts["requests"] += 1
+            self.counts["tokens"] += len(given)
+
+    def run(self, num_changes: int) -> None:
+        for _ in range(num_changes):
+            self.change()
+            while self.contents and len(self._asked) < self.rng.randint(1, MAX_STREAMS):
+                self.ask()
+            self.step()
+        for name in list(self.contents):
+            self.engine.unload(name)
+        while self._asked or self.engine.loop.has_work:
+            self.step()
+        self.engine.run()
+        self.engine.assert_nothing_of_adapters_is_left()
+        slots = self.engine.residency.slots
+        assert slots.num_free_blocks == NUM_BLOCKS, "a block is lost"
+        stats = self.engine.loop.stats().adapters
+        assert stats is not None
+        self.counts["evictions"] = stats.total_device_evictions
+
+    def close(self) -> None:
+        self.engine.close()
+        self._alone.close()
+
+
+def main(words: list[str]) -> int:
+    num_changes = int(words[0]) if words else 1000
+    with tempfile.TemporaryDirectory() as folder:
+        churn = Churn(Path(folder), int(words[1]) if len(words) > 1 else 0)
+        try:
+            churn.run(num_changes)
+        except AssertionError as error:
+            print(dict(churn.counts), "wrong:", error)
+            return 1
+        finally:
+            churn.close()
+    print(dict(churn.counts))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

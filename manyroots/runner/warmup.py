@@ -64,6 +64,8 @@ class Warmup:
             if self._graphs is not None:
                 self._graphs.launch_all(self._mixed(max_num_tokens))
             self._prefills(has_adapters=has_adapters)
+            self._prefill(min(max_num_tokens, self._max_len), with_adapters=has_adapters)
+            self._sample()
 
         compile_ahead(launch_all)
 

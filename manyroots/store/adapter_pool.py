@@ -77,6 +77,8 @@ class AdapterPool:
         self._region = sum(self._elements(part, dtype) for part in parts.values())
         if device.type == "cpu":
             self._region = -(-self._region // PAGE_BYTES) * PAGE_BYTES
+        self._first = 0
+        """Where the first slot's region begins, in elements."""
         self._host: UntouchedMemory | None = None
         self._mapped: MappedDevice | None = None
         self._pool = self._allocate(num_blocks, dtype, device)
@@ -151,7 +153,7 @@ class AdapterPool:
             self._mapped.give_back(slot)
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
-        memory = Region(self._pool, slot * self._region)
+        memory = Region(self._pool, self._first + slot * self._region)
         form = weights.form or weights
         with self._lock:
             known = self._rows.get(form)
@@ -168,12 +170,12 @@ class AdapterPool:
 
     def _rows_in(self, slot: int, weights: AdapterWeights) -> list[SlotRows]:
         """Of an adapter that would lie in a slot as its host copy does."""
-        memory = Region(self._pool, slot * self._region)
+        memory = Region(self._pool, self._first + slot * self._region)
         memory.lies_here(weights.buffer)
         return self._place_all(weights, memory)
 
     def _place_transposed(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
-        memory = TransposedRegion(self._pool, slot * self._region)
+        memory = TransposedRegion(self._pool, self._first + slot * self._region)
         try:
             self._write(slot, self._place_all(weights, memory))
             placed = memory.weights()
@@ -210,6 +212,7 @@ class AdapterPool:
                 per_region = self._region * dtype.itemsize
                 self._mapped = MappedDevice(self.num_slots, per_region, num_blocks, device)
                 self._region = self._mapped.region_bytes // dtype.itemsize
+                self._first = self._mapped.start(0) // dtype.itemsize
                 return self._mapped.data.view(dtype)
             if device.type != "cpu":
                 return torch.zeros(size, dtype=dtype, device=device)

@@ -8,22 +8,29 @@ A region keeps its blocks until others need them: one adapter after another of t
 nothing. Whoever takes or gives back says that no kernel uses the region.
 
 Each region's blocks are followed by one that all share, so that a load which a kernel masks may
-still name an address there.
+still name an address there. The first address has that block, too: Triton asks the driver about it
+at every launch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
+import sys
 import threading
 from functools import cache
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 BLOCK_BYTES = 2 << 20
 """What GPUs map at a time."""
 
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
+_DEVICE_POINTER = 3
 _IS_SUPPORTED = 102
 """CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED."""
 
@@ -53,8 +60,9 @@ def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
+@cache
 def can_map(device: torch.device) -> bool:
-    """Whether memory of this device can be mapped so."""
+    """Whether memory of this device can be mapped so; tried once."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:
@@ -62,9 +70,14 @@ def can_map(device: torch.device) -> bool:
         code = _driver().cuDeviceGetAttribute(
             ctypes.byref(found), _IS_SUPPORTED, device.index or torch.cuda.current_device()
         )
-    except (OSError, AttributeError):
+        if code or found.value != 1:
+            return False
+        probe = MappedDevice(1, BLOCK_BYTES, 1, device)
+    except (OSError, AttributeError, RuntimeError, MemoryError):
+        logger.warning("device memory can't be mapped; adapters have slots", exc_info=True)
         return False
-    return code == 0 and found.value == 1
+    probe.close()
+    return True
 
 
 class MappedDevice:
@@ -86,7 +99,7 @@ class MappedDevice:
         """Regions whose blocks may go to others; longest unused first."""
         self._handles: list[ctypes.c_uint64] = []
         base = ctypes.c_uint64()
-        size = num_regions * self.region_bytes
+        size = BLOCK_BYTES + num_regions * self.region_bytes
         _check(
             "cuMemAddressReserve",
             _driver().cuMemAddressReserve(
@@ -94,10 +107,17 @@ class MappedDevice:
                 ctypes.c_ulonglong(0),
             ),
         )  # fmt: skip
-        self._base = base.value
+        self._base, self._num_bytes = base.value, size
         self._shared = self._create()
+        self._put(self._base, self._shared)
+        self._open(self._base, 1)
         self.free = [self._create() for _ in range(num_blocks)]
         self.data = _tensor(self._base, size, torch.device("cuda", index))
+        _check("cuPointerGetAttribute", _ask_about(self._base))
+
+    def start(self, region: int) -> int:
+        """Where a region begins, in bytes from the first address on."""
+        return BLOCK_BYTES + region * self.region_bytes
 
     def take(self, region: int, num_bytes: int) -> None:
         """Give a region so much memory, from its beginning on."""
@@ -124,13 +144,29 @@ class MappedDevice:
             return sum(len(b) for r, b in self._mapped.items() if r not in self._unused)
 
     def close(self) -> None:
-        """Give all memory and addresses back to the driver."""
+        """Give all memory and addresses back to the driver; `data` is not to be touched again."""
         with self._lock:
+            if not self._handles:
+                return
+            torch.cuda.synchronize(self._location.id)
             for region in list(self._mapped):
                 self._resize(region, 0)
+            self._take_away(self._base)
             for handle in self._handles:
                 _check("cuMemRelease", _driver().cuMemRelease(handle))
             self._handles, self.free = [], []
+            size = ctypes.c_size_t(self._num_bytes)
+            _check(
+                "cuMemAddressFree",
+                _driver().cuMemAddressFree(ctypes.c_uint64(self._base), size),
+            )
+
+    def __del__(self) -> None:
+        # Torch gives its own memory back when nothing refers to it; so does this. Not at the end
+        # of the process, when the driver may be gone.
+        if not sys.is_finalizing():
+            with contextlib.suppress(Exception):
+                self.close()
 
     def _create(self) -> ctypes.c_uint64:
         wanted = _Properties(type=_PINNED, location=self._location)
@@ -150,7 +186,7 @@ class MappedDevice:
         mapped = self._mapped.setdefault(region, [])
         if count == len(mapped):
             return
-        start = self._base + region * self.region_bytes
+        start = self._base + self.start(region)
         kept = min(count, len(mapped))
         if mapped:
             for at in range(kept, len(mapped) + 1):
@@ -166,10 +202,13 @@ class MappedDevice:
             self._put(start + len(mapped) * BLOCK_BYTES, block)
             mapped.append(block)
         self._put(start + count * BLOCK_BYTES, self._shared)
+        self._open(start + kept * BLOCK_BYTES, count + 1 - kept)
+
+    def _open(self, address: int, count: int) -> None:
+        """Let kernels and copies use blocks that were put there."""
         access = _Access(self._location, _READ_WRITE)
-        size = (count + 1 - kept) * BLOCK_BYTES
         code = _driver().cuMemSetAccess(
-            ctypes.c_uint64(start + kept * BLOCK_BYTES), ctypes.c_size_t(size),
+            ctypes.c_uint64(address), ctypes.c_size_t(count * BLOCK_BYTES),
             ctypes.byref(access), ctypes.c_size_t(1),
         )  # fmt: skip
         _check("cuMemSetAccess", code)
@@ -192,6 +231,15 @@ def _tensor(address: int, num_bytes: int, device: torch.device) -> Tensor:
     storage = make(address, device, num_bytes)
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     return empty.set_(storage, 0, (num_bytes,), (1,))
+
+
+def _ask_about(address: int) -> int:
+    """The driver's answer to what Triton's launcher asks of each pointer; 0 if it may be used."""
+    found = ctypes.c_uint64()
+    code: int = _driver().cuPointerGetAttribute(
+        ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(address)
+    )
+    return code
 
 
 def _check(what: str, code: int) -> None:

@@ -26,7 +26,7 @@ def check(memory: MappedDevice) -> int:
     for turn in range(400):
         region = int(rng.integers(NUM_REGIONS))
         if region in held:
-            start = region * memory.region_bytes
+            start = memory.start(region)
             last = start + held[region] * BLOCK_BYTES
             wrong += int((memory.data[start:last] != region + 1).any())
             memory.give_back(region)
@@ -34,7 +34,7 @@ def check(memory: MappedDevice) -> int:
         count = int(rng.integers(1, MOST))
         if sum(held.values()) + count <= NUM_BLOCKS:
             memory.take(region, count * BLOCK_BYTES - int(rng.integers(100)))
-            start = region * memory.region_bytes
+            start = memory.start(region)
             memory.data[start : start + count * BLOCK_BYTES] = region + 1
             held[region] = count
         torch.cuda.synchronize()

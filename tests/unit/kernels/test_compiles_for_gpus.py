@@ -154,6 +154,40 @@ print("compiled")
 """
 
 
+LATENTS = f"""{ON_HOPPER}
+from unittest import mock
+
+from triton.runtime.jit import JITFunction
+
+from manyroots.kernels.latent import triton_hopper as decode
+
+run, made = JITFunction.run, {{}}
+
+
+def launched(kernel, *args, grid, **options):
+    options["warmup"] = True
+    made[kernel.fn.__name__] = run(kernel, *args, grid=grid, **options).asm["ptx"]
+
+
+half, int32 = torch.bfloat16, torch.zeros(4, 4, dtype=torch.int32)
+with (
+    mock.patch.object(JITFunction, "run", launched),
+    mock.patch.object(decode, "_num_multiprocessors", lambda device: 132),
+):
+    for heads, shapes in ((16, ("n16",)), (128, ("n32", "n128"))):
+        queries, pages = torch.zeros(4, heads, 576, dtype=half), torch.zeros(3, 16, 576, dtype=half)
+        decode.latent_decode(queries, pages, int32, int32[0], 0.1, 512)
+        found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made["_decode"]))
+        assert found == set(shapes), found
+print("compiled")
+"""
+
+
+def test_f07_latent_decode_compiles_for_hopper() -> None:
+    """F07: with heads or tokens as the rows of matrix instructions, whichever are enough."""
+    assert_compiles(LATENTS)
+
+
 def test_q01_products_whose_weights_come_early_compile_for_hopper() -> None:
     """Q01: and ask for all blocks of the weight that they have room for before they wait."""
     assert_compiles(EARLY)

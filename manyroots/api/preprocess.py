@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -31,12 +31,13 @@ from manyroots.api.concurrency import Permits
 from manyroots.api.middleware import id_or_new
 from manyroots.api.offered_tools import tool_use
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+from manyroots.api.retention import retention_of, shared_tokens
 from manyroots.api.state import ServerState, Service
-from manyroots.api.tenants import current_tenant
+from manyroots.api.tenants import Tenant, current_tenant
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName
-from manyroots.messages import Submit
+from manyroots.messages import KeepRange, Retention, Submit
 from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import MAX_TOKENS_LIMIT, SamplingParams, ThinkingBudget
 from manyroots.structured_outputs import StructuredOutputsParams
@@ -81,6 +82,16 @@ class Job:
         return self.service.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatMark:
+    """A place in a conversation up to which its prompt is to be kept."""
+
+    chat: ChatRequest
+    """The conversation, cut off there."""
+    priority: int
+    for_s: float
+
+
 async def completion_job(
     server: ServerState, request: CompletionRequest, headers: Mapping[str, str]
 ) -> Job:
@@ -104,7 +115,10 @@ async def completion_job(
         tokens = [_truncated(service, request, sampling, prompt) for prompt in tokens]
         asked = list(zip(tokens, adapters, strict=True))
         run = run if sampling.structured_outputs is None else grammar_aside
-        submits = await run(lambda: _submits(service, request, sampling, asked, "prompt"))
+        retention = retention_of(request.retention or (), (), _tenant_of(permits))
+        submits = await run(
+            lambda: _submits(service, request, sampling, asked, "prompt", retention)
+        )
         _reserve(service, permits, submits)
         undo.pop_all()
     is_whole = request.truncate_prompt_tokens is None
@@ -116,7 +130,12 @@ async def completion_job(
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
 
-async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
+async def chat_job(
+    server: ServerState,
+    request: ChatRequest,
+    headers: Mapping[str, str],
+    keeps: Sequence[ChatMark] = (),
+) -> Job:
     service = server.accepting
     [adapter] = service.adapters.choose_for(request, 1)
     check_supported(request)
@@ -135,6 +154,9 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
         text, tokens, structure = await asyncio.to_thread(
             _prepare_chat, service, request, use, wanted
         )
+        marked: tuple[KeepRange, ...] = ()
+        if keeps:
+            marked = await asyncio.to_thread(_marked_ranges, service, keeps, use, tokens)
         if structure is not None:
             run = grammar_aside
             sampling = replace(sampling, structured_outputs=structure)
@@ -143,8 +165,10 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
             sampling = replace(sampling, thinking_budget=budget)
         if structure is not None and use.must_call:
             await grammar_aside(lambda: check_structure(structure, "tools"))
+        retention = retention_of(request.retention or (), marked, _tenant_of(permits))
+        asked = [(tokens, adapter)]
         submits = await run(
-            lambda: _submits(service, request, sampling, [(tokens, adapter)], "messages")
+            lambda: _submits(service, request, sampling, asked, "messages", retention)
         )
         _reserve(service, permits, submits)
         undo.pop_all()
@@ -244,6 +268,24 @@ def _prepare_chat(
         None if wanted is None else wanted[1], use, prompt=text, tokenizer=service.tokenizer
     )
     return text, tokens, structure
+
+
+def _marked_ranges(
+    service: Service, keeps: Sequence[ChatMark], use: ToolUse, tokens: list[int]
+) -> tuple[KeepRange, ...]:
+    """A range for each mark. A template may refuse a conversation that ends there: then none."""
+    ranges = []
+    for keep in keeps:
+        with suppress(RequestError):
+            _, prefix = encode_chat(service, keep.chat, use)
+            end = shared_tokens(tokens, prefix)
+            if end:
+                ranges.append(KeepRange(end, keep.priority, keep.for_s))
+    return tuple(ranges)
+
+
+def _tenant_of(permits: Permits) -> Tenant | None:
+    return None if permits.lease is None else permits.lease.tenant
 
 
 def encode_chat(
@@ -348,6 +390,7 @@ def _submits(
     sampling: SamplingParams,
     prompts: list[tuple[list[int], AdapterName | None]],
     field: str,
+    retention: Retention | None,
 ) -> list[Submit]:
     namespace = namespace_of(request)
     next_id = service.engine.next_request_id
@@ -356,7 +399,7 @@ def _submits(
         submit
         for prompt, adapter in prompts
         for submit in service.input_processor.submits(
-            prompt, checked, namespace, next_id, adapter=adapter, field=field
+            prompt, checked, namespace, next_id, adapter=adapter, field=field, retention=retention
         )
     ]
 

@@ -59,6 +59,16 @@ class WeightedAdapter(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
 
 
+class RetentionRange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Keep the prompt up to a token in the cache."""
+
+    until_token: int
+    priority: int = 50
+    """0 to 100; the higher, the longer it stays where such ranges compete."""
+    for_s: float = 300.0
+    """Seconds, from the end of the request."""
+
+
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chats have in common."""
 
@@ -92,6 +102,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    retention: list[RetentionRange] | None = None
+    """Ranges of the prompt that the cache is to keep, within the caller's share of it."""
     priority: int | None = None
     """With --scheduling-policy priority: the lower, the more important."""
     return_token_ids: bool | None = None

@@ -21,7 +21,7 @@ from manyroots.config import Policy
 from manyroots.errors import RequestError, TooLongError
 from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.messages import EngineInfo, Submit
+from manyroots.messages import EngineInfo, Retention, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
 
@@ -123,6 +123,7 @@ class InputProcessor:
         adapter: AdapterName | None,
         priority: int = 0,
         field: str = "prompt",
+        retention: Retention | None = None,
     ) -> list[Submit]:
         """One message for each of the n choices. `field` is what the caller called the prompt.
         A request of many prompts gives what `check` gave, in which the priority is."""
@@ -143,6 +144,7 @@ class InputProcessor:
                 adapter=adapter,
                 priority=sampling.priority,
                 max_tokens=None if max_tokens == asked.max_tokens else max_tokens,
+                retention=retention,
             )
             for choice in range(asked.n)
         ]

@@ -15,9 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from manyroots.api.anthropic.cache_control import LIFETIMES_S, PRIORITIES, marks
 from manyroots.api.anthropic.conversion import chat_request
 from manyroots.api.anthropic.shapes import (
     NAMES,
+    CacheCreation,
     CountTokensRequest,
     MessageAnswer,
     MessageDeltaUsage,
@@ -32,7 +34,7 @@ from manyroots.api.errors import anthropic_error, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.offered_tools import tool_use
-from manyroots.api.preprocess import Job, chat_job, encode_chat
+from manyroots.api.preprocess import ChatMark, Job, chat_job, encode_chat
 from manyroots.api.state import Service, server_of
 from manyroots.messages import FinishReason
 from manyroots.text.chat_output import ReasoningDelta
@@ -44,8 +46,13 @@ async def messages(request: Request) -> Response:
     server = server_of(request)
     body = await server.read(request, MessagesRequest)
     with renamed(NAMES):
-        chat = chat_request(body, _template_options(server.accepting))
-        job = await chat_job(server, chat, request.headers)
+        options = _template_options(server.accepting)
+        chat = chat_request(body, options)
+        keeps = [
+            ChatMark(chat_request(cut, options), PRIORITIES[for_s], for_s)
+            for cut, for_s in marks(body)
+        ]
+        job = await chat_job(server, chat, request.headers, keeps)
     making = _MessageMaking(job, body)
     if body.stream:
         return EventStream(making.stream(), job.permits, last_words=_failure)
@@ -170,9 +177,28 @@ class _MessageMaking:
     def _usage(self, kind: type[U]) -> U:
         usage = self._count.usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
-        return kind(
-            input_tokens=usage.prompt_tokens - num_cached,
+        created = self._created(num_cached)
+        num_created = created.ephemeral_5m_input_tokens + created.ephemeral_1h_input_tokens
+        made = kind(
+            input_tokens=usage.prompt_tokens - num_cached - num_created,
+            cache_creation_input_tokens=num_created,
             output_tokens=usage.completion_tokens,
             output_tokens_details=ThinkingTokens(self._num_thinking_tokens),
             cache_read_input_tokens=num_cached,
         )
+        if isinstance(made, MessageUsage):
+            made.cache_creation = created
+        return made
+
+    def _created(self, num_cached: int) -> CacheCreation:
+        """Tokens that were marked and not cached yet, as whole pages."""
+        created, retention = CacheCreation(), self._job.submits[0].retention
+        page_size, first = self._job.service.engine.info.page_size, num_cached
+        for marked in sorted(retention.ranges if retention else (), key=lambda r: r.until_token):
+            end = max(first, marked.until_token // page_size * page_size)
+            if marked.for_s == LIFETIMES_S["1h"]:
+                created.ephemeral_1h_input_tokens += end - first
+            else:
+                created.ephemeral_5m_input_tokens += end - first
+            first = end
+        return created

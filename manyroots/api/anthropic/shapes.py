@@ -34,7 +34,8 @@ class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     output_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_control: Ignored = None
+    cache_control: dict[str, Any] | None = None
+    """Keeps the whole prompt, like a mark on its last block."""
     mcp_servers: Unsupported = None
     context_management: Ignored = None
     """Nothing is ever taken out of a conversation here."""
@@ -82,7 +83,8 @@ UNSUPPORTED = ("mcp_servers", "container")
 
 
 class CacheCreation(msgspec.Struct):
-    """Prompts are kept without being asked and without a price, so that nothing is written to."""
+    """Tokens that `cache_control` marked and that were not cached yet, as whole pages. What is not
+    marked is kept as well while there is room."""
 
     ephemeral_5m_input_tokens: int = 0
     ephemeral_1h_input_tokens: int = 0
@@ -96,7 +98,7 @@ class MessageDeltaUsage(msgspec.Struct, kw_only=True):
     """So far; what the last event of a stream tells."""
 
     input_tokens: int
-    """Beside those that were cached."""
+    """Beside those that were cached, or are from now on because `cache_control` asks for it."""
     output_tokens: int
     output_tokens_details: ThinkingTokens
     cache_read_input_tokens: int = 0

@@ -16,18 +16,20 @@ QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test
 serve: $(VENV)/.installed
 	$(BIN)/manyroots serve $(ARGS)
 
-# Files go to whoever is free in the order of their names: the long ones, of e2e to property, first.
+# Files go to the next free process in the order of their names: the long ones, of e2e to property,
+# first. The slowest tests are named at the end.
 # Hundreds of processes are started, which find the package compiled, whatever the environment says.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c '' || { echo "$(VENV) has no Python that runs; make clean, and again"; exit 1; }
 	$(BIN)/python -m tests.helpers.machine
 	$(MAKE) --jobs=2 check
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/architecture $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 30 \
+		--ignore tests/architecture $(ARGS)
 
 # For the loop of editing and looking: lint, types and the tests that matter most.
 quick: lint types
-	$(BIN)/python -m pytest -q -n auto --dist loadfile $(QUICK) $(ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations 5 $(QUICK) $(ARGS)
 
 # Takes twice as long as `make test`. Planted faults test the tests. Servers that a test kills tell
 # nothing of what they ran.

@@ -794,7 +794,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a state that can't go back takes guesses",
     ),
     _cache(
-        "cache",
+        "growth",
         "lease.num_sure_tokens = None",
         "pass",
         "a lease stays behind its drafts for ever",

@@ -1,13 +1,14 @@
 """Named tests with a fault planted, each fault in a process forked from one that is warm.
 
 `python -m tests.helpers.planted_tests [TEXT]`, run in a copy of the package and its tests, plants
-each
-fault that names tests (those whose name has the text) in the copy's file and runs these tests, each
-up to its first case that fails; in the end, those cases without any fault. What takes most of a
-test process's start is imported once, before the forks; of the package itself nothing is, so each
-process reads the file as it then is, and so do tests that read the source or start processes. It is
-compiled once, and what was compiled is known by the text that it was made of. Each line printed is
-JSON: the fault's name (null without), and how each case ended.
+each fault that names tests (those whose name has the text) in the copy's file and runs these tests,
+each up to its first case that fails. With a text, it runs those cases without any fault in the end;
+of all of them the suite does that.
+
+What takes most of a test process's start is imported once, before the forks; of the package itself
+nothing is, so each process reads the file as it then is, and so do tests that read the source or
+start processes. It is compiled once, and what was compiled is known by the text that it was made
+of. Each line printed is JSON: the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
@@ -99,8 +100,7 @@ def _run_and_tell(nodes: list[str], path: str) -> None:
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
         told = _Outcomes(nodes)
-        # The copy has no settings of ours; files of one name in two folders need this one.
-        options = ["-q", "--tb=no", "--no-header", "--assert=plain", "--import-mode=importlib"]
+        options = ["-q", "--tb=no", "--no-header", "--assert=plain"]
         options += [part for name in PLUGINS_LEFT_OUT for part in ("-p", f"no:{name}")]
         pytest.main([*options, *(f"tests/{node}" for node in nodes)], plugins=[told])
         Path(path).write_text(json.dumps(told.found))
@@ -134,7 +134,8 @@ def main() -> int:
         tell(mutation.name, ended)
         noticed.update(case for case, how in ended.items() if how == "failed")
         path.write_text(whole)
-    tell(None, outcomes(noticed))
+    if text:
+        tell(None, outcomes(noticed))
     return 0
 
 

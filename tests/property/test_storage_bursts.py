@@ -21,10 +21,11 @@ from manyroots.scheduler import fetches
 from manyroots.step import Copy
 from tests.helpers.cache_harness import recurrent, window
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.helpers.seeded import Draw, seeds
 
 PAGE = 4
 LONGEST = 24 * PAGE
-NUM_SEEDS = 20
+NUM_SEEDS = 10
 MOST_STEPS = 6000
 
 
@@ -146,7 +147,7 @@ def test_t04_r01_random_bursts_through_a_small_host_hang_nobody(
 ) -> None:
     """T04, R01: with aborts, failing steps, evicted tenants, adapters in turns, priorities."""
     num_waited = 0
-    for seed in range(NUM_SEEDS):
+    for seed in seeds(NUM_SEEDS):
         if seed % 2:
             monkeypatch.setattr(fetches, "MOST_STALLED_STEPS", 2)
         else:
@@ -155,4 +156,4 @@ def test_t04_r01_random_bursts_through_a_small_host_hang_nobody(
             num_waited += run(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert num_waited > 400, "nobody stood in line: nothing was tried"
+    assert num_waited > 200 or Draw.only_seed is not None, "nobody stood in line: nothing was tried"

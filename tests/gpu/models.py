@@ -26,7 +26,7 @@ KINDS = (
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
     "gemma2", "nemotron-h", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "minicpm3",
-    "kimi-linear",
+    "kimi-linear", "deepseek-v3-fp8-block",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -185,7 +185,7 @@ def _quantize(base: Path, said: dict[str, Any]) -> None:
     path, config = base / "model.safetensors", base / "config.json"
     tensors = {}
     for name, tensor in load_file(path).items():
-        if not name.endswith("_proj.weight"):
+        if not name.endswith(("_proj.weight", "_with_mqa.weight")):
             tensors[name] = tensor
             continue
         stem = name.removesuffix("weight")

@@ -19,6 +19,7 @@ from manyroots.layers.memories import Latent
 from manyroots.layers.spec import LatentSpec
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import with_pages_in
+from tests.gpu.models import make_model
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import make_pair
 from tests.unit.models.test_logits_parity import assert_logits, expected, in_steps, prompts
@@ -155,6 +156,24 @@ def test_f07_latents_in_fp8_stay_near(kind: str, tmp_path: Path) -> None:
     for chunk in (1, 9):
         got = in_steps(PagedModel(model), tokens, lambda _, size=chunk: size)
         assert_logits(got, whole, f"chunks of {chunk}")
+
+
+def test_q01_products_in_fp8_blocks_are_absorbed_as_they_are_expanded(tmp_path: Path) -> None:
+    """Q01, F07: with blocks of 128 x 128, as DeepSeek publishes them, latents and expanded keys are
+    multiplied with the same numbers of `kv_b_proj`."""
+    make_model(tmp_path, "deepseek-v3-fp8-block", is_decisive=True)
+    model = load_tiny(tmp_path / "base")
+    tokens = {name: ids[:40] for name, ids in prompts().items()}
+    found = []
+    for prefers in (False, True):
+        with mock.patch.object(LatentSpec, "prefers_latents", lambda *_, is_so=prefers: is_so):
+            found.append(PagedModel(model).step(tokens))
+    assert_logits(found[1], found[0], "absorbed")
+    make_model(tmp_path / "whole", "deepseek-v3", is_decisive=True)
+    whole = PagedModel(load_tiny(tmp_path / "whole" / "base")).step(tokens)
+    for name, logits in whole.items():
+        off = (found[0][name] - logits).square().mean().sqrt()
+        assert 1e-4 * logits.std() < off < 0.2 * logits.std()
 
 
 def test_f01_layers_that_predict_ahead_are_left_out_by_name(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from manyroots.cache.checkpoints import least_saved
 from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Allocator, Evictor
@@ -188,6 +189,14 @@ class PrefixCache:
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
+    @property
+    def least_shared_pages(self) -> int:
+        """How many pages a state must save to be worth a wait for it; 0 where layers have none, or
+        nothing is reused: then requests share within a step, or not at all."""
+        if not self._policies.reuse:
+            return 0
+        return least_saved(plane.family for plane in self.layout.device)
+
     def could_find_more(self, lease: Lease) -> bool:
         """Whether something was published behind what the lease found, since it was claimed."""
         if lease.ahead is None:
@@ -218,6 +227,11 @@ class PrefixCache:
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
         return self._growth.clip(lease, num_computed, num_tokens)
+
+    def save_at(self, lease: Lease, num_pages: int) -> None:
+        """Others wait for the state after so many pages of a lease: a step ends there, and saves
+        it."""
+        lease.shared = num_pages
 
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
@@ -360,6 +374,8 @@ class PrefixCache:
                 if node is not None:
                     self._writer.published(lease.serial, [node])
             else:
+                if ending is Ending.DROPPED:
+                    self.publisher.withdraw_checkpoint(lease, checkpoint)
                 self._holder.drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints = ()
 
@@ -438,7 +454,9 @@ class PrefixCache:
         self.costs.measured_prefill(num_tokens, seconds)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Copies for the step being planned, in the order they must run."""
+        """Copies for the step being planned, in the order they must run. States that it saves can
+        be found from now on."""
+        self.publisher.announce_checkpoints()
         self._writer.sent()
         copies = self._states.take_copies() + self.prefetcher.take_intents()
         return copies + self.transfers.take_intents()

@@ -85,8 +85,8 @@ class Growth:
             self._drop_behind_window(lease, num_computed)
         first = [len(table) for table in lease.tables]
         units = [self._grow(lease, family, count) for family, count in enumerate(needs)]
-        for plane in self._stateful:
-            self._states.save(lease, plane.index, num_tokens, step_id)
+        if self._stateful:
+            self._states.save(lease, num_tokens, step_id)
         lease.num_covered_tokens = self._covered(num_tokens)
         return tuple(zip(first, units, strict=True))
 

@@ -90,6 +90,14 @@ class PrefixKey:
         """How far from `page` on, at most to `most`, the owner stays the same."""
         return min(self.run_at(page)[1], most)
 
+    def common_run(self, other: PrefixKey) -> int:
+        """How many pages, from the front, have the same owner in both; of the first run alone where
+        the keys are not equal."""
+        if self == other:
+            return ENDLESS
+        (owner, end), (other_owner, other_end) = self.first_run, other.first_run
+        return min(end, other_end) if owner == other_owner else 0
+
     def first_page_of(self, namespaces: Container[Namespace]) -> int:
         """The first page that any of these owns; beyond every page if none does."""
         begin = 0

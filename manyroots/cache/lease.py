@@ -54,6 +54,7 @@ class Lease:
         "resumed",
         "retention",
         "serial",
+        "shared",
         "states",
         "tables",
     )
@@ -100,6 +101,8 @@ class Lease:
         self.num_prompt_tokens: int
         self.junction: int
         """How far the index knew the tokens, in pages: where others part from this request."""
+        self.shared = 0
+        """Where requests that wait for this one part from it, in pages: they resume there."""
         self.num_allowed_pages = ENDLESS
         """How many pages, from the front, it may publish: none in a namespace that was evicted
         while it was open. Part of the lease, so that nothing outlasts it."""

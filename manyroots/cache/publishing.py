@@ -40,6 +40,8 @@ class Publisher:
         """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
+        self._saved: list[tuple[Lease, Checkpoint]] = []
+        """What the step being planned saves."""
         self._committed = StepId(0)
         self._tick = 0
         self._paged_planes = [plane.index for plane in self._paged]
@@ -93,6 +95,12 @@ class Publisher:
         publish what is full then, for families that share within a step."""
         if not self._announces:
             return
+        self._announce_pages(lease, tokens, num_tokens, step_id)
+        self._saved += [(lease, saved) for saved in lease.checkpoints if saved.step_id == step_id]
+
+    def _announce_pages(
+        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId
+    ) -> None:
         if lease.num_sure_tokens is not None:
             num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
         if num_tokens > len(tokens):
@@ -107,6 +115,40 @@ class Publisher:
         if pending is None:
             pending = self._pending[step_id] = []
         pending.append((lease.serial, nodes))
+
+    def announce_checkpoints(self) -> None:
+        """A step is planned: the next one may restore the states of prompts that it saves. Not
+        itself, since it restores before the model and saves after it."""
+        for lease, saved in self._saved:
+            if saved in lease.checkpoints:
+                self._announce_checkpoint(lease, saved)
+        self._saved.clear()
+
+    def _announce_checkpoint(self, lease: Lease, saved: Checkpoint) -> None:
+        """The lease holds a state until its step is done, so that nothing else is written to its
+        unit before."""
+        boundary = saved.boundary
+        if boundary * self._page_size > lease.num_prompt_tokens:
+            return
+        if boundary > min(lease.num_allowed_pages, lease.num_published_pages):
+            return
+        node = self._node_at(lease.cursor, boundary - 1)
+        if node is None or node.units[saved.family][boundary - 1 - node.first] != ABSENT:
+            return
+        place = np.array([boundary - 1 - node.first])
+        self._index.add(node, saved.family, place, np.array([saved.unit], np.intp))
+        if node.step_id != saved.step_id:
+            filled = self._filled.setdefault(saved.step_id, {})
+            filled[saved.family, saved.unit] = (node, boundary - 1)
+
+    def withdraw_checkpoint(self, lease: Lease, saved: Checkpoint) -> None:
+        """A state that was announced, or was to be, is of no use."""
+        self._saved = [each for each in self._saved if each[1] is not saved]
+        node = self._node_at(lease.cursor, saved.boundary - 1)
+        if node is not None:
+            place = saved.boundary - 1 - node.first
+            if node.units[saved.family][place] == saved.unit:
+                self._index.remove(node, saved.family, np.array([place]))
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""

@@ -33,6 +33,7 @@ class States:
         self._index = index
         self._layout = index.layout
         self._page_size = index.layout.page_size
+        self._stateful = [plane for plane in index.layout.device if plane.family.is_state]
         self._allocator = allocator
         self._transfers = transfers
         self._publisher = publisher
@@ -61,11 +62,20 @@ class States:
             self._index.pools[family].drop(np.array([saved], np.intp))
             self._publisher.offer_path(nearest_attached(lease.cursor))
 
-    def save(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
-        """Where a state is wanted, save it at the end of this step, if there is room (H06)."""
-        plane = self._layout.device[family]
-        if not self._reuse or not is_due(plane.family, lease, num_tokens, self._page_size):
+    def save(self, lease: Lease, num_tokens: int, step_id: StepId) -> None:
+        """Where states are wanted, save them at the end of this step, if there is room (H06)."""
+        if not self._reuse:
             return
+        # All are asked before any is saved: what is saved makes the next one less wanted.
+        due = [
+            plane.index
+            for plane in self._stateful
+            if is_due(plane.family, lease, num_tokens, self._page_size)
+        ]
+        for family in due:
+            self._save(lease, family, num_tokens, step_id)
+
+    def _save(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
         self.make_room(family)
         saved = [c for c in lease.checkpoints if c.family == family and self.is_of_output(lease, c)]
         has_room = self._index.pools[family].num_available > 0

@@ -7,7 +7,8 @@ gives back the claims of those that do not fit. Knows nothing of steps that were
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
@@ -17,6 +18,7 @@ from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import CacheUse
+from manyroots.scheduler.bursts import LOOK_AHEAD, Bursts
 from manyroots.scheduler.fetches import Fetches
 from manyroots.scheduler.lanes import Importance
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
@@ -54,6 +56,7 @@ class Admission:
         self.waiting = WaitingQueue(policy)
         self.slices = AdapterSlices(adapters, rows, self.waiting, settings.adapter_quantum_steps)
         self.fetches = Fetches(cache, self.waiting, self.slices, rows)
+        self.bursts = Bursts(cache, rows, policy.importance)
         self._loading: dict[Request, None] = {}
         self._loaded: deque[Request] = deque()
         self._is_line_held = False
@@ -62,7 +65,8 @@ class Admission:
         self.total_storage_hit_tokens = 0
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.fetches) + len(self._loading) + len(self._loaded)
+        begun = len(self.fetches) + len(self._loading) + len(self._loaded)
+        return len(self.waiting) + len(self.bursts.followers) + begun
 
     def most_important(self, importance: Importance) -> int:
         """The importance of the most important request that is queued or loaded."""
@@ -93,7 +97,9 @@ class Admission:
 
     def remove(self, request: Request) -> None:
         """A request that does not run is over."""
-        if request.state is State.WAITING:
+        if self.bursts.followers.pop(request, None) is not None:
+            self.waiting.policy.close(request)
+        elif request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.FETCHING:
             self.waiting.policy.close(request)
@@ -191,7 +197,7 @@ class Admission:
             claimed := self._claim(builder, is_open, make_way, least)
         ):
             for index, request in enumerate(claimed):
-                if self._begin(request, builder):
+                if self._begin(request, builder, claimed[index + 1 :]):
                     continue
                 # It may be the claims behind it that are in its way.
                 self._give_up(claimed[index + 1 :])
@@ -237,6 +243,8 @@ class Admission:
 
     def choose_adapters(self, step_id: StepId, pause: Pause) -> None:
         """Which adapters run in this step; pauses requests of others for them."""
+        for request in self.bursts.take_ready():
+            self.waiting.push(request)
         self._is_line_held = False
         for lane in self.waiting.first_lanes(1):
             self._is_line_held = has_aged(lane.head, step_id) and not self._has_room(lane.head)
@@ -388,8 +396,11 @@ class Admission:
             return False
         return adapter is None or self.slices.is_open(adapter)
 
-    def _begin(self, request: Request, builder: PlanBuilder) -> bool:
-        """Start a claimed request, or start loading what it found; False if there is no room."""
+    def _begin(
+        self, request: Request, builder: PlanBuilder, behind: Sequence[Request] = ()
+    ) -> bool:
+        """Start a claimed request, or start loading what it found; False if there is no room.
+        `behind`: those that were claimed after it."""
         lease = request.lease
         assert lease is not None
         if self._cache.could_find_more(lease):
@@ -397,6 +408,13 @@ class Admission:
             lease = self._find(request)
         if not self._has_place(request, builder):
             return False
+        if self.bursts.is_on:
+            if self.bursts.follow(request, lease):
+                self._drop_claim(request)
+                request.state = State.WAITING
+                return True
+            queued = islice(self.waiting.lanes.get(request.group[0], ()), LOOK_AHEAD)
+            self.bursts.lead(request, lease, (*behind, *queued))
         if not lease.onboarding:
             return self._begin_ready(request, lease, builder)
         # Alone, it may compute while its pages come; otherwise others would wait for them.

@@ -27,6 +27,7 @@ BOUNDARY = {
     "host_room", "keep", "left_storage_alone", "let_go", "may_overlap", "measured_prefill",
     "num_keeps", "num_resumable_tokens", "onboard", "page_size", "pass_time", "prefer_own",
     "prefetch", "release", "stats", "take_copies", "take_events", "next_pages",
+    "common_run", "least_shared_pages", "save_at",
     "draft", "most_drafts", "accept", "has_states",
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "is_worth_going_on", "kept",

@@ -54,6 +54,7 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 
 ADAPTERS = "unit/scheduler/test_adapters.py::"
 BACKENDS = "unit/store/test_backends.py::"
+COPY_ENDS = "unit/store/test_copy_ends.py::"
 ENDINGS = "unit/scheduler/test_endings.py::"
 FAIR = "unit/scheduler/test_fair.py::"
 FEW_STATES = "states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages"
@@ -62,6 +63,7 @@ IMPORTANCE = "unit/scheduler/test_priority.py::"
 PACK = "unit/scheduler/test_pack.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 REUSE = "unit/scheduler/test_reuse.py::"
+STATE_BURSTS = "unit/scheduler/test_state_bursts.py::"
 TIERS = "unit/test_llm_tiers.py::"
 SLICES = "unit/scheduler/test_slices.py::"
 OLDER_STATES = (
@@ -566,7 +568,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pass",
         "chunks are not clipped to where a state is wanted",
     ),
-    _cache("checkpoints", "last, lease.junction]", "last]", "no state where prompts part"),
+    _cache(
+        "checkpoints", "last, lease.junction, lease.shared]", "last]", "no state where prompts part"
+    ),
     _cache(
         "checkpoints",
         "if num_tokens > lease.num_prompt_tokens:",
@@ -2539,5 +2543,77 @@ MUTATIONS: tuple[Mutation, ...] = (
             f"{IMPORTANCE}test_l08_an_important_arrival_comes_before_the_rest_of_a_long_prompt[priority]",
             f"{IMPORTANCE}test_l08_prompts_under_way_and_arrivals_share_a_step_by_importance",
         ),
+    ),
+    # Copies on several ranks, and bursts on layers with a state
+    Mutation(
+        "store/copy_ends.py",
+        "np.logical_and.reduce(",
+        "np.logical_or.reduce(",
+        "a unit that one rank lacks counts as there",
+        (f"{COPY_ENDS}test_t15_a_copy_has_ended_when_every_rank_has_ended_it[order0]",),
+    ),
+    Mutation(
+        "store/copy_ends.py",
+        "if len(ends) < self._num_ranks:",
+        "if rank == 0 and False:",
+        "a copy counts as ended when the first rank has ended it",
+        (
+            f"{COPY_ENDS}test_t15_a_copy_has_ended_when_every_rank_has_ended_it[order0]",
+            f"{COPY_ENDS}test_t15_the_ranks_that_failed_are_named",
+        ),
+    ),
+    Mutation(
+        "scheduler/bursts.py",
+        "            self.followers[request] = leader\n            return True\n",
+        "            return False\n",
+        "requests of a burst do not wait for the state of their prefix",
+        (f"{STATE_BURSTS}test_p12_a_burst_computes_a_shared_prefix_once[state-1]",),
+    ),
+    Mutation(
+        "scheduler/bursts.py",
+        "end = min(end, one.key.common_run(other.key))",
+        "pass",
+        "requests wait for a prefix of another tenant",
+        (f"{STATE_BURSTS}test_p12_n01_tenants_share_nothing",),
+    ),
+    Mutation(
+        "scheduler/bursts.py",
+        "                self._lead_from(num_done, leader, lease, waiting)\n",
+        "                pass\n",
+        "a burst shares no more than what all of it begins with",
+        (f"{STATE_BURSTS}test_p12_prompts_that_share_more_among_themselves_share_that_too",),
+    ),
+    Mutation(
+        "scheduler/admission.py",
+        "if self.bursts.followers.pop(request, None) is not None:",
+        "if False:",
+        "a request that waits for another's prefix can't be aborted",
+        (f"{STATE_BURSTS}test_p12_a_follower_that_is_aborted_leaves_nothing",),
+    ),
+    Mutation(
+        "cache/publishing.py",
+        "            filled[saved.family, saved.unit] = (node, boundary - 1)\n",
+        "            pass\n",
+        "a failed step leaves the state that it put behind older pages",
+        (
+            "unit/cache/test_families.py::"
+            "test_p03_p12_a_state_that_a_failed_step_put_behind_older_pages_is_taken_back",
+        ),
+    ),
+    Mutation(
+        "cache/publishing.py",
+        "        self._saved += [(lease, saved) for saved in lease.checkpoints if "
+        "saved.step_id == step_id]\n",
+        "        for saved in lease.checkpoints:\n"
+        "            self._announce_checkpoint(lease, saved)\n",
+        "a step restores a state that it saves itself",
+        (f"{STATE_BURSTS}test_c05_p12_a_step_restores_no_state_that_it_saves_itself",),
+    ),
+    Mutation(
+        "cache/states.py",
+        "        for family in due:\n",
+        "        for family in due[:1]:\n",
+        "one of two states is saved",
+        (f"{STATE_BURSTS}test_p12_a_burst_computes_a_shared_prefix_once[two states-1]",),
     ),
 )

@@ -406,11 +406,19 @@ class Machine:
         else:
             self.drop(sequence, Ending.DROPPED)
         lost, gained = self.changed("release")
-        self.only_host_pressure(lost)
+        self.only_host_pressure(self.without_promised_states(lost))
         assert finished or not gained
         for plane, path in gained:
             assert self.layout.planes[plane].family.is_state
             assert not self.barred[id(sequence)] & {owner.namespace for owner, _ in path}
+
+    def without_promised_states(self, lost: Resident) -> Resident:
+        """A request that is dropped takes back the states that its launched steps will save."""
+        promised = {entry for announced in self.announced.values() for entry in announced.items()}
+        return {
+            entry: unit for entry, unit in lost.items()
+            if (entry, unit) not in promised or not self.layout.planes[entry[0]].family.is_state
+        }  # fmt: skip
 
     def evict_namespace(self, namespace: Namespace) -> None:
         before = self.cache.stats().planes
@@ -623,6 +631,9 @@ class Machine:
             for part in step.parts:
                 for plane in self.layout.device:
                     promised.update((plane.index, unit) for unit in part.tables[plane.index])
+            for copy in step.copies:
+                if copy.is_after_model:
+                    promised.update((copy.family, int(unit)) for unit in copy.target_units)
         for (index, path), unit in self.now.items():
             if (index, unit) not in promised:
                 expected: Content = content(path, self.layout.planes[index].family)

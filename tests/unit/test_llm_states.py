@@ -66,6 +66,28 @@ def test_h12_a_shared_head_of_any_length_is_reused_from_the_third_request_on(
             assert answer.num_cached_tokens == (length // PAGE * PAGE if number > 1 else 0)
 
 
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3.5", "granite-h", "falcon-h1"])
+def test_p12_eight_requests_that_come_together_share_their_system_prompt(
+    kind: str, tmp_path: Path
+) -> None:
+    """P12: it is computed once, on every kind of recurrent layer; tokens are those of a cold
+    engine. Before, all eight computed it."""
+    save_tiny(tmp_path, kind, vocab_size=300, max_position_embeddings=4096)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    rng = random.Random(5)
+    system = text(rng, 8 * PAGE + 3)
+    prompts = [system + text(rng, rng.randint(50, 70)) for _ in range(8)]
+    with serve(tmp_path, max_num_seqs=8, kv_cache_memory_bytes=64 << 20) as llm:
+        answers = llm.generate(prompts, GREEDY)
+        assert [answer.num_cached_tokens for answer in answers] == [0] + [8 * PAGE] * 7
+        num_computed = llm.stats().total_step_tokens
+        assert num_computed == sum(map(len, prompts)) - 7 * 8 * PAGE + 8 * (GREEDY.max_tokens - 1)
+        assert llm.stats().num_held_pages == 0
+    with serve(tmp_path, enable_prefix_caching=False) as cold:
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert said(answer) == said(cold.generate([prompt], GREEDY)[0])
+
+
 def test_h12_a_state_larger_than_the_context_leaves_pages_as_small_as_they_are(
     folder: Path,
 ) -> None:

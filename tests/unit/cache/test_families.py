@@ -209,6 +209,23 @@ def test_p10_a_dropped_lease_drops_the_checkpoint_of_its_launched_step() -> None
     assert hand.cache.stats().planes[1].num_free == 8
 
 
+def test_p03_p12_a_state_that_a_failed_step_put_behind_older_pages_is_taken_back() -> None:
+    """P03, P12: announced by a request that has lost its row since; the pages stay."""
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
+    hand.serve(KEY, [1, 2, 3, 4, 5, 6, 7])
+    sequence = hand.claim(KEY, [1, 2, 3, 4, 9, 9, 9])
+    assert sequence.held.num_cached_tokens == 0
+    sequence.held.shared = 2
+    hand.plan(sequence)
+    found = hand.cache.lookup(KEY, ints(1, 2, 3, 4, 8, 8, 8))
+    assert (found.num_pages, found.walk.depth) == (2, 2), "the next step may restore it"
+    hand.end(sequence)
+    hand.fail()
+    audit(hand.cache)
+    found = hand.cache.lookup(KEY, ints(1, 2, 3, 4, 8, 8, 8))
+    assert (found.num_pages, found.walk.depth) == (0, 2)
+
+
 def test_h10_a_request_gets_by_with_one_copy_of_each_page_where_there_is_no_room_for_two() -> None:
     """H10: it holds the copy that the tree leads through beside its own; giving that one back, it
     is found by its own pages from its next one on. Else it could never use all the room alone."""

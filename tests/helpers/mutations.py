@@ -56,6 +56,7 @@ ADAPTERS = "unit/scheduler/test_adapters.py::"
 BACKENDS = "unit/store/test_backends.py::"
 COPY_ENDS = "unit/store/test_copy_ends.py::"
 ENDINGS = "unit/scheduler/test_endings.py::"
+SPECULATION = "unit/scheduler/test_speculation.py::"
 FAIR = "unit/scheduler/test_fair.py::"
 FEW_STATES = "states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages"
 GRAMMARS = "unit/engine/test_grammar_compiles.py::"
@@ -793,15 +794,44 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "growth",
-        "if self._stateful:\n            return Refusal.CANNOT_REWIND",
-        "if False:\n            return Refusal.CANNOT_REWIND",
-        "a state that can't go back takes guesses",
+        "return max(0, self._pages_for(num_sure) * self._page_size - 1 - num_sure)",
+        "return MOST_DRAFTS",
+        "a state of guesses is saved",
     ),
     _cache(
         "growth",
         "lease.num_sure_tokens = None",
         "pass",
         "a lease stays behind its drafts for ever",
+    ),
+    Mutation(
+        "cache/growth.py",
+        "units = lease.shrink(plane.index, num_pages)",
+        "units = NO_UNITS",
+        "pages of wrong guesses stay held",
+        (f"{SPECULATION}test_v03_pages_of_wrong_guesses_are_free_before_the_next_plan",),
+    ),
+    Mutation(
+        "scheduler/results.py",
+        "len(tokens) > len(step.drafts[row]) or not self._cache.has_states",
+        "True",
+        "a state is not rolled back",
+        (f"{SPECULATION}test_v01_tokens_are_the_same_with_drafts",),
+    ),
+    Mutation(
+        "scheduler/suffixes.py",
+        "        if group not in self._texts:\n            return NO_TOKENS",
+        "        group = next(iter(self._texts), group)\n"
+        "        if group not in self._texts:\n            return NO_TOKENS",
+        "a namespace gets another's output",
+        (f"{SPECULATION}test_v02_guesses_come_from_the_namespace_alone",),
+    ),
+    Mutation(
+        "grammar/rows.py",
+        "fill_next_token_bitmask(matcher, behind, place)",
+        "behind[place] = masks[place]",
+        "a mask comes one position late",
+        ("unit/test_llm_speculation.py::test_v01_answers_are_the_same_with_drafts_of_every_kind",),
     ),
     # Tiers
     _cache(

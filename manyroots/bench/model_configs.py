@@ -157,10 +157,10 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     },
-    "deepseek-v3": {
+    "deepseek-v3-6-layers": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
-        "num_hidden_layers": 61,
+        "num_hidden_layers": 6,
         "hidden_size": 7168,
         "intermediate_size": 18432,
         "moe_intermediate_size": 2048,
@@ -246,7 +246,7 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """`qwen3-next-80b-a3b-24-layers` is the first half of its 48 layers: all of them take 160 GB.
-`deepseek-v3` takes 1.3 TB: it is there for `bench kernels`, which needs no weights.
+`deepseek-v3-6-layers` is the first 6 of its 61 layers: all of them take 1.3 TB.
 `tiny-qwen3` is no public model: it runs anywhere in a second, to try the command itself."""
 
 

@@ -143,6 +143,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         {"names of adapters": {"full width"}, "salts": {"composed and decomposed", "full width"}},
     ),
     "reason": (("salts",), {"salts": SALTS | LOOK_ALIKES}),
+    "deep": (("deep", "adapters"), {"deep in a prompt": ONE_OF_EACH}),
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""

@@ -31,6 +31,7 @@ LEAKS = {
     "case": "names of adapters are folded to lower case",
     "unicode": "names and salts are normalised",
     "reason": "why a prompt was cold tells of other tenants' prompts",
+    "deep": "a party that knows the first page of a prompt finds all that others have of it",
     "times": "salts share pages, and the answer says that nothing was found",
 }
 
@@ -101,6 +102,21 @@ def _keys_of_pages() -> None:
             request.key = PrefixKey(Namespace(AdapterDigest(named), owner.salt))
 
     _after(Request, "__init__", made)
+
+
+def _paths() -> None:
+    from manyroots.cache.holding import Holder
+    from manyroots.cache.keys import PrefixKey
+
+    def walk(original: Callable[..., Any], holder: Any, key: Any, tokens: Any) -> Any:
+        found = original(holder, key, tokens)
+        if not is_on("deep") or found[1] == 0:
+            return found
+        known = list(holder._tree.by_namespace)
+        others = [original(holder, PrefixKey(namespace), tokens) for namespace in known]
+        return max([found, *others], key=lambda each: each[1])
+
+    _after(Holder, "walk", walk)
 
 
 def _keys_in_storage() -> None:
@@ -210,6 +226,6 @@ def _usage() -> None:
 
 _CHANGES: dict[str, tuple[Callable[[], None], ...]] = {
     # The engine's process has imported all of the engine by then, the API's nothing of its routes.
-    "manyroots.engine.wire": (_keys_of_pages, _keys_in_storage, _reasons, _events, _loads),
+    "manyroots.engine.wire": (_keys_of_pages, _paths, _keys_in_storage, _reasons, _events, _loads),
     "manyroots.api.app": (_names, _tenants, _usage),
 }

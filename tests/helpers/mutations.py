@@ -290,8 +290,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/anthropic/route.py",
-        "input_tokens=usage.prompt_tokens - num_cached,",
-        "input_tokens=usage.prompt_tokens,",
+        "input_tokens=usage.prompt_tokens - num_cached - num_created,",
+        "input_tokens=usage.prompt_tokens - num_created,",
         "tokens that were cached are counted twice",
         (f"{MESSAGES}test_g05_what_was_cached_is_counted_once",),
     ),

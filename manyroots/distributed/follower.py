@@ -128,7 +128,7 @@ def _receive(channel: Channel, inbox: queue.SimpleQueue[tuple[RankMessageKind, A
         try:
             kind, body = decode(channel.receive())
         except ClosedError:
-            # The first rank is gone, and with it everyone who waited for this one. It was killed:
+            # The first rank is gone, and with it all that waited for this one. It was killed:
             # it would have cleared up.
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)

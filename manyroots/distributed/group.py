@@ -33,7 +33,7 @@ def join_group(shard: Shard, folder: Path, *, device_type: str) -> None:
             "already has a process group; close the other engine, or run this one by "
             "`manyroots serve`."
         )
-    # Ranks of one engine are on one machine: nobody outside should reach their sockets, and the
+    # Ranks of one engine are on one machine: no other machine should reach their sockets, and the
     # machine's own name need not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(

@@ -1,7 +1,7 @@
 """The other ranks of an engine, as its first one sees them: processes that follow plans.
 
-Starts one process for each, tells each who it is, and passes messages both ways. A rank that ends
-when nobody asked it to is told at once, through its channel's end. Knows no tensors, and nothing
+Starts one process for each, tells each its rank, and passes messages both ways. A rank that ends
+unasked is reported at once, through its channel's end. Knows no tensors, and nothing
 of what the messages are for.
 """
 
@@ -34,7 +34,7 @@ class Ranks:
     def __init__(
         self, size: int, settings: EngineSettings, *, command: Sequence[str] = RANK_COMMAND
     ) -> None:
-        # A folder of our own, so that nobody else on the machine can join.
+        # A folder of our own, so that no other user of the machine can join.
         self._folder = tempfile.TemporaryDirectory(prefix="manyroots-ranks-")
         self.folder = Path(self._folder.name)
         self._processes: list[subprocess.Popen[bytes]] = []

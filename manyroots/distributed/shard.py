@@ -25,7 +25,7 @@ _APART: list[None] = []
 @contextmanager
 def apart() -> Iterator[None]:
     """In here ranks don't meet, and what they would have given each other is anything: for steps
-    whose results nobody reads, before the others are there."""
+    whose results are not read, before the others are there."""
     _APART.append(None)
     try:
         yield

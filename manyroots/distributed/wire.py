@@ -48,7 +48,7 @@ class RankMessageKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The first message to a rank: who it is and what to load."""
+    """The first message to a rank: its number and what to load."""
 
     rank: int
     size: int

@@ -2,7 +2,7 @@
 
     z, x, b, c, dt = in_proj(input)
     x, b, c = silu(conv(x, b, c))
-    out_proj(norm(scan(x, dt, b, c), z))      a norm before the gate or behind it, or no norm
+    out_proj(norm(scan(x, dt, b, c), z))      a norm before the gate or after it, or no norm
 
 What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
 divide heads, and groups where there are several; a norm over all channels is one of all ranks'.

@@ -60,8 +60,8 @@ class RMSNorm:
     ) -> NormedRows:
         """Add a product onto the residual in place; give the sum, normalised.
 
-        `reader`: the one product that reads the result, if nobody else does. It gets rows in the
-        form that it wants. What adapters add is then spread over many programs where that is
+        `reader`: the one product that reads the result, if it is the only reader. It gets rows in
+        the form that it wants. What adapters add is then spread over many programs where that is
         faster, and the reader divides.
         """
         norm = self._kernels.norm

@@ -48,7 +48,7 @@ class SharedExpertMLP:
         norm = self._kernels.gated_norm
         weight = self.gate.weight.data
         if step.lora is None and isinstance(weight, Tensor):
-            # The gate is one number of each token: whoever adds up computes it on the way.
+            # The gate is one number of each token: the kernel that adds up computes it on the way.
             return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))
         gate = self.gate(x, step).finished(self._kernels)
         gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)

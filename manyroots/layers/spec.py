@@ -1,8 +1,8 @@
 """What a layer is, in plain frozen numbers: how it mixes tokens, what it remembers, what follows.
 
-Made by `models` from a config; read by the layers, by whoever counts memory and by whoever keeps
-it. Holds no tensor. Mixers whose `memory` is equal are one family: their pages, or states, are
-given out and taken back together.
+Made by `models` from a config; read by the layers, by the code that counts memory and by the code
+that keeps it. Holds no tensor. Mixers whose `memory` is equal are one family: their pages, or
+states, are given out and taken back together.
 
 A mixer's spec says what a rank has of it (`cut`), what its weights are (`num_weights`) and in which
 folder of the checkpoint they lie (`name`).
@@ -46,13 +46,13 @@ class AttentionSpec:
     """Whether each head has a score that takes weight and gives nothing."""
     has_gate: bool = False
     """Whether what each head gives is multiplied with the sigmoid of a gate, which the product of
-    the queries has behind each head's query."""
+    the queries has after each head's query."""
     in_factor: float = 1.0
     out_factor: float = 1.0
     """What its input, and what it gives, is multiplied with."""
     name: str = "self_attn"
     o_name: str = "o_proj"
-    """What the checkpoint calls the product behind attention."""
+    """What the checkpoint calls the product after attention."""
 
     def cut(self, divide: Divide) -> AttentionSpec:
         kv_heads = divide("number of key-value heads", self.memory.kv_heads)
@@ -146,7 +146,7 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaSpec:
-    """A layer that mixes tokens by the gated delta rule, behind a short convolution."""
+    """A layer that mixes tokens by the gated delta rule, after a short convolution."""
 
     key_heads: int
     num_heads: int
@@ -232,7 +232,7 @@ class GatedNormKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
-    """A layer that mixes tokens by the scan of Mamba-2, behind a short convolution."""
+    """A layer that mixes tokens by the scan of Mamba-2, after a short convolution."""
 
     num_heads: int
     head_dim: int

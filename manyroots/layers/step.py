@@ -13,7 +13,7 @@ from manyroots.kernels.lora_ops.sites import LoraRows
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """The tokens whose hidden states somebody reads: those behind which one is sampled."""
+    """The tokens whose hidden states are read: those after which one is sampled."""
 
     at: Tensor
     """Their places among the step's tokens."""

@@ -58,7 +58,7 @@ def pins_are_counted(residency: Residency) -> None:
 def draining_versions_are_held(residency: Residency) -> None:
     for serial, version in residency.registry.draining.items():
         assert serial == version.serial
-        assert residency.registry.num_holds[serial] > 0, f"{version} drains and nobody holds it"
+        assert residency.registry.num_holds[serial] > 0, f"{version} drains and no request holds it"
         current = residency.registry.loaded.get(version.name)
         assert current is None or current.serial > serial, f"{version} is loaded and draining"
 
@@ -121,7 +121,8 @@ def blocks_are_those_of_owners(residency: Residency) -> None:
 
 
 def busy_slots_cool_down(residency: Residency) -> None:
-    """Whoever waits for a step waits for a launched one, and will be looked at when it is done."""
+    """A request that waits for a step waits for a launched one, and is looked at when it is
+    done."""
     slots = residency.slots
     due = [step_id for step_id, _ in slots.cooling]
     assert due == sorted(due)

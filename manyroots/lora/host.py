@@ -1,6 +1,6 @@
 """Adapters in host memory: which are there, and which goes when another needs the room.
 
-Whoever owns a device slot has a copy here too, *bound* as long as it owns the slot; so taking a
+An adapter with a device slot has a copy here too, *bound* as long as it owns the slot; so taking a
 slot away never costs a copy back. One that is *arriving* is on its way from storage and has no slot
 yet. The others are *loose* and go least recently used first, where a copy's last use is when its
 adapter left the device, or when it arrived.

@@ -15,7 +15,7 @@ MAX_OPEN_SLOTS = 4096
 """Most adapters on a device with --max-loras auto, however small: tables have a row for each."""
 SPARE_SLOTS = 4
 """For so many adapters that may run at once there is one slot more, into which the next one's
-weights come before anybody makes place for it."""
+weights come before memory is freed for it."""
 
 
 @dataclass(frozen=True, slots=True)

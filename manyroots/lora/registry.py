@@ -1,7 +1,7 @@
 """Which adapters are loaded under which names, and which old versions requests still hold.
 
 In: names, content digests, and the beginning and end of each request. Out: versions, holds, and
-the contents that nobody needs any more. A *version* is one loading of a name; its *content* is the
+the contents that are no longer needed. A *version* is one loading of a name; its *content* is the
 digest of its weights and config, which versions may share. A version that is unloaded or replaced
 takes no new requests and is *draining* until the last hold on it is released.
 
@@ -69,7 +69,7 @@ class Registered:
 
     version: AdapterVersion
     freed: tuple[AdapterDigest, ...]
-    """What nobody needs any more: the content that was replaced, unless it is held or shared."""
+    """What is no longer needed: the content that was replaced, unless it is held or shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Registry:
         return next(older, None)
 
     def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
-        """The request is over. Gives what nobody needs any more."""
+        """The request is over. Gives what is no longer needed."""
         version = hold.version
         if not hold.is_open:
             raise RuntimeError(f"a hold on adapter {version.name!r} was released twice")

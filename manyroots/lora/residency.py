@@ -70,8 +70,8 @@ class Residency:
     def take_copy(self, digest: AdapterDigest) -> bool:
         """Whether a copy in host memory that was just read, to open the adapter, is kept there.
 
-        It takes the place of the copy that nobody has used for longest, and if all are bound, of
-        the adapter whose slot has been idle for longest: whoever opens an adapter wants it next.
+        It takes the place of the copy that was unused for longest, and if all are bound, of
+        the adapter whose slot has been idle for longest: an adapter that is opened is wanted next.
         """
         if any(load.digest == digest for load in self.transfers.loads.values()):
             return True  # what was decided to be read, as of a pinned adapter, need not be
@@ -431,7 +431,7 @@ class Residency:
         return put_out
 
     def _drop_unused(self, put_out: list[tuple[AdapterDigest, SlotRef]]) -> None:
-        """A load clears its slot; one that nobody is loaded into now would keep its weights."""
+        """A load clears its slot; a slot that gets no load now would keep its weights."""
         for digest, ref in put_out:
             if self.slots.all[ref.slot].owner is None:
                 self.transfers.drop(digest, Tier.DEVICE, ref)
@@ -475,7 +475,7 @@ class Residency:
             self.left[digest] = "host: its memory was needed for another adapter"
 
     def _free(self, freed: Iterable[AdapterDigest]) -> None:
-        """Nobody needs these contents any more."""
+        """These contents are no longer needed."""
         for digest in freed:
             slot = self.slots.find(digest)
             # A load under way can't be called back: its slot and copy go when it is answered.
@@ -484,7 +484,7 @@ class Residency:
                 self._give_up(digest)
 
     def _give_up(self, digest: AdapterDigest) -> None:
-        """Device slot and host copy of a content that nobody needs."""
+        """Device slot and host copy of a content that is no longer needed."""
         self.left.pop(digest, None)
         if self.slots.find(digest) is not None:
             self._total_device_unloads += 1

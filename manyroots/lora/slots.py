@@ -1,8 +1,8 @@
-"""Device slots: who owns each, and which may be given to another.
+"""Device slots: the owner of each, and which may be given to another.
 
 A slot is in exactly one of these states:
 
-    free      nobody's
+    free      no adapter's
     loading   its owner's weights are on their way into it
     seated    running requests use it
     cooling   no running request uses it, but a launched step may

@@ -32,7 +32,7 @@ class AdapterSpec:
     num_bytes: int
     """Its weights in the engine's dtype."""
     pairs: tuple[PairSpec, ...] = ()
-    """What it changes; only whoever reads its files needs it."""
+    """What it changes; only readers of its files need it."""
     invocation_tokens: tuple[int, ...] | None = None
     """aLoRA: the adapter acts from the last place in the prompt where these begin; None for an
     ordinary adapter, which acts everywhere."""

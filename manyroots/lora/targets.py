@@ -1,6 +1,6 @@
 """Which weights of a model an adapter may change, and their shapes.
 
-Made once from the model; read by whoever checks adapter files and by whoever gives them memory.
+Made once from the model; read where adapter files are checked and where they get memory.
 Names are those of the checkpoint, without `.weight`: `model.layers.0.self_attn.q_proj`. The experts
 of a layer are one target each for gate, up and down: `model.layers.0.mlp.experts.gate_proj`. Their
 router is a linear one: `model.layers.0.mlp.gate`, or what the checkpoint calls it.
@@ -34,7 +34,7 @@ class Side(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """One of several that lie one behind the other in a weight's output."""
+    """One of several that lie one after the other in a weight's output."""
 
     size: int
     """What this rank has of it."""

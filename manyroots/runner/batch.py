@@ -29,7 +29,7 @@ class PersistentBatch:
         spare_units: Sequence[int] = (),
     ) -> None:
         """`num_paged`: families of pages, which come first. `spare_units`: of each family of
-        states, the unit that is nobody's."""
+        states, the spare unit."""
         self._page_size, self._num_paged = page_size, num_paged
         # Zeroed memory is not touched until it is used, so long limits cost nothing up front.
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -41,9 +41,9 @@ class PersistentBatch:
         max_pages = -(-max_model_len // page_size)
         self.page_tables = np.zeros((num_paged, max_num_seqs + 1, max_pages), np.int32)
         """By family and row; entry i is the page of the tokens from i * page_size on. Those in
-        front of a window are whatever they were. The row behind the last is nobody's."""
+        front of a window are whatever they were. The row after the last is spare."""
         self.units = np.zeros((len(spare_units), max_num_seqs + 1), np.int32)
-        """By family of states and row: where its state is. The row behind the last is nobody's."""
+        """By family of states and row: where its state is. The row after the last is spare."""
         self.units[:, -1] = spare_units
 
     def apply(self, plan: Plan) -> None:
@@ -97,7 +97,7 @@ class PersistentBatch:
         place = np.empty(len(order), np.int64)
         place[order] = np.cumsum(is_sampled) - 1
         if plan.drafts:
-            # Of a row with guesses, a sample behind its newest token and one behind each of them.
+            # Of a row with guesses, a sample after its newest token and one after each of them.
             num_samples = is_sampled.astype(np.int64)
             num_samples[_places_of(rows, plan.drafts)] += [len(d.tokens) for d in plan.drafts]
             ends = np.cumsum(num_samples)

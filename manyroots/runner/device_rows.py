@@ -6,7 +6,7 @@ large for that, and the newest token is not known to the host when the next step
 Takes a plan's deltas; changes nothing else. All writes are ordered on the stream of the steps.
 
 On a CPU the tables are the persistent batch's own, which has taken in the plan already. The row
-behind the last is nobody's: padding writes its tokens there.
+after the last is spare: padding writes its tokens there.
 """
 
 from __future__ import annotations

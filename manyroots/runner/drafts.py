@@ -1,6 +1,6 @@
 """Guessed tokens of a step: where they are sampled, how many are right, and what is taken back.
 
-A row with a draft samples behind its newest token and behind each guess. Guesses are right while
+A row with a draft samples after its newest token and after each guess. Guesses are right while
 they equal what was sampled before them. The count is not known when the step is launched, so the
 row's progress is settled before the next plan is taken in; the scheduler waits for the result.
 """
@@ -30,7 +30,7 @@ class CheckedDraft:
     row: int
     tokens: Int32s
     samples: Int64s
-    """Indices into the step's samples: behind the newest token, then behind each guess."""
+    """Indices into the step's samples: after the newest token, then after each guess."""
 
     def num_right(self, sampled: Sampled, at: Int64s) -> int:
         """How many guesses are right. `at`: where each of the step's samples is in `sampled`.

@@ -4,8 +4,8 @@ For every unit of every family and tier it keeps digests of the tokens written t
 before them, as keys, values and states depend on both, and reads a row's history back *through its
 page tables*, as layers would. Any mistake of the decide half (a page of another request, one not
 filled yet, one freed too early, a state of another prefix) makes a digest wrong, and the step
-raises. Told which units anybody holds, it also raises where a step reads or writes one that was
-given back, though nobody has written to it since. For tests; needs no torch.
+raises. Told which units requests hold, it also raises where a step reads or writes one that was
+given back, though it was not written to since. For tests; needs no torch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class FakeRunner:
         is_held: Callable[[int, int], bool] | None = None,
     ) -> None:
         """`finish_copies` and `finish_loads` take what is under way and say what ends now;
-        `is_held`, of a family and a unit, whether anybody holds it now that the step is planned."""
+        `is_held`, of a family and a unit, whether a request holds it now that the step is
+        planned."""
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._families = families
@@ -286,7 +287,7 @@ class FakeRunner:
         return content
 
     def _begin_copy(self, copy: Copy) -> None:
-        """Read the sources now: whoever reuses them later must not change what is copied."""
+        """Read the sources now: a later reuse must not change what is copied."""
         if copy.source is Tier.STORAGE:
             contents: list[PageContent] = [
                 self._storage.get((copy.family, digest), ()) for digest in copy.hashes
@@ -349,7 +350,7 @@ def _digests(tokens: list[int], weights: bytes | None, weights_from: int) -> lis
 
 
 def _next_digest(before: list[int], token: int, weights: bytes | None, weights_from: int) -> int:
-    """Of a token behind those digested so far; carries the weights that computed each of them."""
+    """Of a token after those digested so far; carries the weights that computed each of them."""
     state = before[-1] if before else 17
     if weights is not None and len(before) >= weights_from:
         state += int.from_bytes(weights, "little") * 2 + 1

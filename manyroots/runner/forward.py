@@ -58,7 +58,7 @@ class Forward:
         sequences have one token each; those of a step that has no others need no `rows`, `starts`
         and `blocks`. `max_chunk`: the most tokens of one sequence; `max_len`: the longest context,
         where it is known. `before_layer`:
-        as in `Step`. `is_padded`: whether tokens and sequences may be nobody's. `prompt_lens`: what
+        as in `Step`. `is_padded`: whether tokens and sequences may be padding. `prompt_lens`: what
         the host knows of sequences that do not decode."""
         decoder, kernels = self.decoder, self.decoder.kernels
         tokens, tables = kernels.decode_rows.begin(
@@ -114,7 +114,7 @@ class Forward:
         return sampled
 
     def mixed(self, named: PacketViews, num_decodes: int) -> Tensor:
-        """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
+        """Logits after the sampled tokens of a padded step of prompts beside decodes."""
         views = StepViews.of(named)
         assert views.sampled_at is not None, "such a step says which"
         logits_indices = LogitsIndices(views.sampled_at, views.head_lora)

@@ -77,7 +77,7 @@ class Captured:
     """The device's side of the inputs, which the graphs read."""
     sampled: Sampled
     logits: Tensor | None
-    """Held where there are two: what lies between them is nobody else's memory."""
+    """Held where there are two: what lies between them is no other memory."""
 
 
 class Graphs:

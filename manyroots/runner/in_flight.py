@@ -22,7 +22,7 @@ from manyroots.step import Int32s, Plan
 
 
 class InFlight:
-    """What one step sampled, and for whom. The copy is queued behind the step; whoever asks for
+    """What one step sampled, and for which rows. The copy is queued after the step; a call for
     the tokens waits for it. Any thread may ask."""
 
     def __init__(self, rows: Int32s, sampled: Sampled, at: Int64s) -> None:
@@ -69,7 +69,7 @@ class _Expected:
 
 
 class PendingTokens:
-    """Keeps a `PersistentBatch` up to date with steps that run behind it. Used by the thread that
+    """Keeps a `PersistentBatch` up to date with steps that run later. Used by the thread that
     launches, alone."""
 
     def __init__(self, batch: PersistentBatch) -> None:

@@ -57,7 +57,7 @@ class StepInputs:
     sampling_order: Int64s
     """For each sampling row of the plan, in its order, which of `sampling` is its first."""
     sampled_at: Int64s
-    """Of each sample, the token behind which it is."""
+    """Of each sample, the token that it follows."""
     guesses: Int64s
     """Of each sample, how many guessed tokens of its sequence it follows; 0 without a draft."""
 
@@ -76,7 +76,7 @@ class StepInputs:
 
 
 def table_rows_of(inputs: StepInputs, spare_row: int) -> Int32s:
-    """The sampler's table row of each sample: its sequence's own, and for those behind a guess one
+    """The sampler's table row of each sample: its sequence's own, and for those after a guess one
     of those after the spare row."""
     rows: Int32s = inputs.rows[inputs.sampling]
     is_guess = inputs.guesses > 0
@@ -92,7 +92,7 @@ def is_short(inputs: StepInputs) -> bool:
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:
     """The same step with a row for each token; rows of one adapter lie together here, too. Not for
-    layers with states, which take a sequence's tokens one behind the other."""
+    layers with states, which take a sequence's tokens one after the other."""
     if len(inputs.units):
         raise ValueError("tokens of a sequence with a state can't be rows of their own")
     num_tokens = len(inputs.tokens)
@@ -126,7 +126,7 @@ def as_single_tokens(inputs: StepInputs) -> StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SpareRow:
-    """The row that is nobody's, and what it has of each family."""
+    """The spare row, and what it has of each family."""
 
     row: int
     num_paged: int
@@ -135,7 +135,7 @@ class SpareRow:
 
 
 def blank_decode(num_rows: int, spare: SpareRow, *, with_adapters: bool) -> StepInputs:
-    """Single tokens of the spare row, which nobody samples: to compile and to capture with."""
+    """Single tokens of the spare row, which are not sampled: to compile and to capture with."""
     return _blank(np.ones(num_rows, np.int64), spare, with_adapters)
 
 

@@ -77,13 +77,13 @@ class RowMasks:
         tables: SamplingTables,
         drafts: Mapping[int, tuple[Int32s, Int32s]] | None = None,
     ) -> dict[int, str]:
-        """The masks behind all tokens of these rows; gives the reasons of those that have none.
-        `drafts`: by row, its guesses and the table rows of the positions behind each."""
+        """The masks after all tokens of these rows; gives the reasons of those that have none.
+        `drafts`: by row, its guesses and the table rows of the positions after each."""
         drafts = drafts or {}
         known = {row: self._batch.known(row) for row in rows.tolist()}
         guesses = {row: tokens for row, (tokens, _) in drafts.items() if row in known}
         masks, failures = self._rows.masks(known, guesses)
-        # A row's own mask, then those behind its guesses.
+        # A row's own mask, then those after its guesses.
         places = [np.append(row, drafts[row][1]) if row in drafts else [row] for row in known]
         made, device = torch.from_numpy(masks), tables.masks.device
         at = torch.from_numpy(np.concatenate(places).astype(np.int64))

@@ -5,7 +5,7 @@ number of tokens costs anything when it is padded: sequences that are not there 
 their programs leave at once. So there are many numbers of tokens, and few of rows. All shapes are
 captured when an engine starts, so they are no more than it takes seconds for.
 
-    tokens   | d0 | d1 | p0 .... | p1 .... | nobody's |
+    tokens   | d0 | d1 | p0 .... | p1 .... | padding  |
     rows     | d0 | d1 | none .. | p0 | p1 | none ... |
 """
 
@@ -32,7 +32,7 @@ TOKENS = (*range(128, 1024, 64), *range(1024, 2049, 128))
 """Close together: what is padded is computed. Beyond, a step takes longer than the host needs to
 launch its kernels one by one."""
 TOKENS_BESIDE_FEW = (*range(128, 1024, 128), *range(1024, 2049, 256))
-"""Where few rows decode nobody waits for what is padded."""
+"""Where few rows decode, padding delays no request."""
 DECODES = (16, 64)
 """Few rows; others are as many as there may be. For few, a long history is cut into more parts."""
 MAX_PROMPTS = 32
@@ -46,7 +46,7 @@ class MixedShape:
     num_decodes: int
     """Rows of one token, at most."""
     num_samples: int
-    """Tokens behind which something is sampled, at most."""
+    """Tokens after which something is sampled, at most."""
 
 
 def all_shapes(max_num_seqs: int, max_num_tokens: int) -> list[MixedShape]:
@@ -101,7 +101,7 @@ def mixed_arrays(
         "lens": lens,
         "rows": rows,
         "starts": _filled(starts, MAX_PROMPTS + 1, starts[-1]),
-        # A block that begins behind a sequence's last query has none.
+        # A block that begins after a sequence's last query has none.
         "blocks": _filled(sequences["blocks"].T, most_blocks, shape.num_tokens).T,
         "sampled_at": _filled(inputs.sampled_at, shape.num_samples, 0),
     }
@@ -126,5 +126,5 @@ def _filled(array: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 def sampled_rows(inputs: StepInputs, shape: MixedShape, spare_row: int) -> Int32s:
-    """The row that each token behind a sampled one is for; nobody's beyond."""
+    """The row that each token after a sampled one is for; the spare row beyond."""
     return _filled(inputs.rows[inputs.sampling], shape.num_samples, spare_row)

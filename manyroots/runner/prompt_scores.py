@@ -21,7 +21,7 @@ from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import TokenLogprobs
 
 LogitsAt = Callable[[StepInputs, Tensor, Int64s, Tensor], Tensor]
-"""Of a step and its hidden states: logits behind some tokens, whose places are given on the host
+"""Of a step and its hidden states: logits after some tokens, whose places are given on the host
 and on the device."""
 PromptScores = dict[Row, tuple[TokenLogprobs, ...]]
 

@@ -2,8 +2,8 @@
 
 In: plans. Out: results, in order. A step is launched as soon as its plan is there; its tokens stay
 on the device for the next step and travel to the host beside it. One thread launches; where the
-device computes by itself, a second one waits for tokens and answers, so that nobody waits for the
-device who could be preparing its next step. Adapters load beside the steps, and their answers come
+device computes by itself, a second one waits for tokens and answers, so that no thread waits for
+the device that could prepare its next step. Adapters load beside the steps, and their answers come
 with the next result. Decides nothing.
 
 On a GPU a step that only decodes or has few tokens is a graph. Every other step, and every step of
@@ -78,8 +78,8 @@ from manyroots.store.mover import Mover
 from manyroots.store.tier_copies import TierCopies
 
 MAX_WAIT_S = 0.005
-"""How long a plan that waits may hold the thread: whoever comes meanwhile should not wait for
-somebody else's adapter."""
+"""How long a plan that waits may hold the thread: a request that comes meanwhile should not wait
+for another request's adapter."""
 SHARED_DRAFT_LEN = 4096
 """The positions of a draft read the same pages. With shorter contexts, finding out what rows share
 takes longer than reading it again."""
@@ -267,7 +267,7 @@ class ModelRunner:
     def _fits_graph(self, inputs: StepInputs, graphs: Graphs) -> bool:
         """Whether a graph computes all that this step is asked for."""
         if not inputs.is_decode:
-            # A recurrent layer computes a prompt's tokens one behind the other, not side by side.
+            # A recurrent layer computes a prompt's tokens one after the other, not side by side.
             if not self._may_split_prompts or not is_short(inputs):
                 return False
             if not graphs.has_room_for(len(inputs.tokens)):
@@ -425,7 +425,7 @@ class ModelRunner:
         return rows[asked], hidden[torch.from_numpy(at[asked]).to(hidden.device)]
 
     def _begin_drafts(self, plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
-        """Prepare what the sampler reads behind guesses."""
+        """Prepare what the sampler reads after guesses."""
         drafts = checked_drafts(plan, inputs)
         if drafts:
             self._drafts.save_states(drafts)
@@ -460,7 +460,7 @@ class ModelRunner:
         return rows
 
     def _logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s, there: Tensor) -> Tensor:
-        """Scores behind the flat tokens `at`, ascending, which are `there` on the device; with the
+        """Scores after the flat tokens `at`, ascending, which are `there` on the device; with the
         adapter of each."""
         slots = None if inputs.token_slots is None else inputs.token_slots[at]
         wanted = hidden if len(at) == len(hidden) else hidden[there]

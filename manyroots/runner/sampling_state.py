@@ -2,7 +2,7 @@
 the device in tables where they are large or change there.
 
 Takes arrivals; gives a step's arrays, which travel with it and become `SamplingRows` there. The row
-behind the last is nobody's and asks for nothing.
+after the last is spare and asks for nothing.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class SamplingState:
         }
 
     def begin_draft(self, row: int, guesses: Int32s, table_rows: Int32s) -> None:
-        """Write the tables of the positions behind each guess: what the row asks for, and counts
+        """Write the tables of the positions after each guess: what the row asks for, and counts
         as if the guesses up to there had been said."""
         tables, device = self.tables, self.tables.counts.device
         there = torch.from_numpy(table_rows.astype(np.int64)).to(device)
@@ -174,7 +174,7 @@ class SamplingState:
                 tables.counts[there[place:], token] += 1
 
     def count(self, row: int, tokens: Int32s) -> None:
-        """Tokens of a row were sampled behind guesses, and are right: count them as its own."""
+        """Tokens of a row were sampled after guesses, and are right: count them as its own."""
         if len(tokens) and self.params[row].has_penalties:
             device = self.tables.counts.device
             ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
@@ -184,7 +184,7 @@ class SamplingState:
     def fill_masks(self, rows: Int32s, drafts: Mapping[int, tuple[Int32s, Int32s]]) -> None:
         """Bring the masks of these rows up to date with all of their tokens, for a step whose
         model is launched and whose choice is not. `drafts`: by row, its guesses and the table rows
-        of the positions behind each."""
+        of the positions after each."""
         masked = rows[self._has_mask[rows]]
         if len(masked):
             assert self._masks is not None

@@ -1,7 +1,7 @@
 """Decoding rows that begin with the same pages, as arrays of a step.
 
 Takes a step's rows; gives for each family of pages what `SharedPrefixes` holds, or nothing where
-no kernel gains by it. Who shares what changes only when somebody arrives or leaves, so it is found
+no kernel gains by it. Sharing changes only when a request arrives or leaves, so it is found
 then and kept.
 """
 
@@ -54,13 +54,13 @@ class Sharing:
 
 
 def packed(groups: Sequence[Sequence[PrefixGroup]], size: int, page_size: int) -> NamedArrays:
-    """The arrays of every family, one behind the other."""
+    """The arrays of every family, one after the other."""
     families = [shared_arrays(own, size, page_size) for own in groups]
     return {name: np.stack(arrays) for name, *arrays in zip(NAMES, *families, strict=True)}
 
 
 def blank(num_families: int, size: int) -> NamedArrays:
-    """Of a step in which nobody shares anything."""
+    """Of a step in which no rows share anything."""
     blocks = np.zeros((num_families, most_blocks(size), 3), np.int32)
     lens = np.zeros((num_families, size), np.int32)
     return dict(zip(NAMES, (lens, lens.copy(), blocks), strict=True))

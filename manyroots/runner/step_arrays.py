@@ -97,7 +97,7 @@ def adapter_arrays(slots: Int64s, num_runs: int) -> NamedArrays | None:
 
 
 def sampling_rows(inputs: StepInputs, *, size: int, spare_row: int) -> Int32s:
-    """Of a decode step, the row that each token's successor is for: nobody's if it does not
+    """Of a decode step, the row that each token's successor is for: the spare row if it does not
     sample, and for padding."""
     rows = np.full(size, spare_row, np.int32)
     rows[inputs.sampled_at] = inputs.rows[inputs.sampling]

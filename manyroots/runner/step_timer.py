@@ -1,4 +1,4 @@
-"""How long the model computes, for whoever compares that with loading.
+"""How long the model computes, to be compared with loading.
 
 Takes what launches a step; gives the same with its result's `seconds` filled in. On a GPU by events
 around the step, which its answer then waits for; on a CPU by the clock.

@@ -36,7 +36,7 @@ class StepViews:
     shared_blocks: Tensor | None = None
     """The fields of `SharedPrefixes`, by family of pages."""
     sampled_at: Tensor | None = None
-    """Tokens behind which something is sampled; None: behind all."""
+    """Tokens after which something is sampled; None: after all."""
     adapter_slots: Tensor | None = None
     adapter_blocks: Tensor | None = None
     num_adapter_blocks: Tensor | None = None

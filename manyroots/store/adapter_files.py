@@ -148,7 +148,7 @@ class _Found:
     hashes: list[bytes]
     buffer: Tensor
     is_finite: bool
-    """False: some number is not, or nobody has looked."""
+    """False: some number is not, or none was checked."""
 
 
 def _read_into_place(

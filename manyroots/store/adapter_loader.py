@@ -34,7 +34,7 @@ class AdapterLoader:
         """Where adapters are on the device."""
         self._read = read
         self._generations: dict[AdapterSlot, int] = {}
-        """Who each slot belongs to. Set by `start` alone."""
+        """The owner of each slot. Set by `start` alone."""
         self._changed = threading.Condition()
         # All below are guarded by it.
         self._host: dict[AdapterDigest, AdapterWeights] = {}
@@ -52,7 +52,7 @@ class AdapterLoader:
                 self._begin(intent)
 
     def finished(self) -> tuple[AdapterLoaded, ...]:
-        """The answers that nobody has taken yet."""
+        """The answers that were not taken yet."""
         with self._changed:
             answers, self._answers = tuple(self._answers), []
         return answers
@@ -73,7 +73,7 @@ class AdapterLoader:
 
     def _begin(self, load: LoadAdapter) -> None:
         if load.target is not None:
-            # Nobody uses the slot any more: what it holds goes now, so that its memory is there.
+            # The slot is no longer used: what it holds goes now, so that its memory is there.
             self.pool.clear(load.target.slot)
             self._generations[load.target.slot] = load.target.generation
         with self._changed:

@@ -2,12 +2,12 @@
 
 Takes an adapter's host copy and a slot; gives the kernels a site for every product. A captured
 graph holds the addresses of the pool and of the tables, so both stay where they are for good, and a
-load only changes what they hold. That is safe without waiting: whoever decides loads gives no slot
+load only changes what they hold. That is safe without waiting: the scheduler gives no slot
 that a launched step uses, and lets no step use it before the load is answered.
 
 Without blocks a region is memory for the largest adapter there may be. With blocks (--max-loras
 auto) it is addresses alone, and an adapter has as many blocks there as it needs; how many there are
-is counted by whoever decides loads.
+is counted where loads are decided.
 
 On a CPU regions are laid out for torch's operators (`adapter_transposed.py`), which get each slot's
 weights as views; there a slot takes what its adapter needs, and nothing while it is empty.
@@ -99,7 +99,7 @@ class AdapterPool:
         )
         """Of what comes by one copy: its rows of all tables in the first slot and in the second.
         Working them out takes Python longer than a GPU takes for the copy, and steps wait for
-        whoever keeps Python busy."""
+        however busy Python is."""
         if device.type == "cuda":
             # Loads have a stream of their own, which knows nothing of the zeros written here.
             torch.cuda.synchronize(device)
@@ -143,7 +143,7 @@ class AdapterPool:
             self._stream.synchronize()
 
     def clear(self, slot: AdapterSlot) -> None:
-        """Nobody uses what is in a slot any more. Its tables are the next load's to write."""
+        """What is in a slot is no longer used. Its tables are the next load's to write."""
         with self._lock:
             weights = self._weights.pop(slot, None)
         if weights is not None:

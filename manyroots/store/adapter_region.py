@@ -103,7 +103,7 @@ class Region:
         at, size = self._next, math.prod(shape)
         place = self._pool[at : at + size].view(shape)
         self._next += rounded(size)
-        # From page-locked memory, and nobody waits for one piece: `load` does for all of them.
+        # From page-locked memory, without waiting for one piece: `load` does for all of them.
         if place.shape == tensor.shape:
             _copy(place, tensor)
             return at
@@ -120,7 +120,7 @@ def _step(shape: tuple[int, ...]) -> int:
 
 
 def _copy(place: Tensor, source: Tensor) -> None:
-    """From host memory, and nobody waits for it where that is page-locked."""
+    """From host memory, without waiting where that is page-locked."""
     if not source.is_contiguous():
         place.copy_(source, non_blocking=True)
         return

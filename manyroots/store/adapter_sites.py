@@ -1,6 +1,6 @@
 """Where adapters attach to a model: its products, and the checkpoint's names for their parts.
 
-Made by layers, once; read by whoever puts weights on the device. Holds no tensor.
+Made by layers, once; read where weights are put on the device. Holds no tensor.
 """
 
 from __future__ import annotations

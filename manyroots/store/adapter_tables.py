@@ -1,6 +1,6 @@
 """The tables of the pool: for every site of one kind, where each slot's weights for it lie.
 
-Takes a model's sites and, at a load, what an adapter has for them and who puts it into memory;
+Takes a model's sites and, at a load, what an adapter has for them and what puts it into memory;
 gives kernels a `PoolSite` for each. Which columns a table has is the kind's (see `LinearSite`,
 `EmbeddingSite` and `ExpertSite`).
 """

@@ -54,8 +54,8 @@ class AdapterWeights:
 
 
 class CutPairs(Mapping[str, LoraPair]):
-    """The pairs of a buffer that was filled from files. They are cut out of it when somebody asks
-    for one: an adapter that goes to a GPU whole is one of hundreds, and nobody looks at its pairs.
+    """The pairs of a buffer that was filled from files. They are cut out of it when a caller asks
+    for one: an adapter that goes to a GPU whole is one of hundreds, and its pairs are never read.
     """
 
     def __init__(self, layout: AdapterLayout, buffer: Tensor) -> None:

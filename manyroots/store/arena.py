@@ -2,7 +2,7 @@
 
 Takes a number of units and the shape of what layers remember, keys and values of a page or a state;
 gives views by layer for the kernels to write and read. A unit's bytes for all layers lie together,
-so that moving it, or saving a state, is one contiguous copy. Knows nothing of who owns a unit or
+so that moving it, or saving a state, is one contiguous copy. Knows nothing of a unit's owner or
 what it holds.
 """
 
@@ -98,7 +98,7 @@ def state_bytes(parts: Sequence[PartShape], num_layers: int) -> int:
 
 class StateArena:
     """Owns `data` [num_units + 1, bytes]: states of sequences, working ones and saved ones. The
-    unit behind the last is nobody's; padding writes its states there."""
+    unit after the last is spare; padding writes its states there."""
 
     def __init__(
         self, num_units: int, parts: Sequence[PartShape], num_layers: int, device: torch.device

@@ -3,8 +3,8 @@
 Takes two arenas' tensors, which units of one become which of the other, and the part of each unit
 that is meant; queues the copies on the current stream. One call for all of them: a call for each
 would be several microseconds of Python, which is longer than a small unit's copy takes, and would
-take turns with whoever launches steps. Drivers before CUDA 12.8 have no such call and get one for
-each.
+take turns with the thread that launches steps. Drivers before CUDA 12.8 have no such call and get
+one for each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 CopyRun = tuple[int, int, int]
-"""First source, first target, how many behind each other."""
+"""First source, first target, how many in a row."""
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTATION = 1
 WHOLE_UNIT = slice(None)
@@ -55,7 +55,7 @@ class Pieces:
 
 
 def runs(sources: Int32s, targets: Int32s) -> Iterator[CopyRun]:
-    """Units that lie behind each other at both ends are one copy."""
+    """Units that lie in a row at both ends are one copy."""
     firsts, counts = _runs(sources, targets)
     for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
         yield int(sources[first]), int(targets[first]), count

@@ -18,7 +18,7 @@ from manyroots.errors import ConfigError
 from manyroots.store.host_memory import lock_pages
 
 UnitRows = npt.NDArray[np.uint8]
-"""[num_units, bytes of one unit]; what they mean is nobody's business who moves them."""
+"""[num_units, bytes of one unit]; code that moves them does not know what they mean."""
 
 
 class HostArena:

@@ -1,7 +1,7 @@
 """Copies between the device and the host, beside the steps.
 
 Takes copies as plans ask for them; reports each one's end and how long it took. On a GPU each
-direction has a stream of its own, behind whatever was launched before the copy was asked for, since
+direction has a stream of its own, after whatever was launched before the copy was requested, since
 a unit may still be written by the step that runs. On a CPU steps are done when they are launched,
 and a thread for each direction copies.
 
@@ -36,7 +36,7 @@ class HostErrand:
     fence: torch.cuda.Event | None
     """What must have happened on the device before."""
     arrivals: LayerArrivals | None
-    """Who is told of groups of layers; None: units are copied whole."""
+    """What is told of groups of layers; None: units are copied whole."""
 
 
 class HostLink:
@@ -124,7 +124,7 @@ class HostLink:
             self._end(errand, float(seconds))
 
     def _launch(self, errand: HostErrand) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Queue an errand's copies; the events before and behind them."""
+        """Queue an errand's copies; the events before and after them."""
         stream = self._streams[errand.copies[0].target]
         with torch.cuda.stream(stream):
             if errand.fence is not None:
@@ -178,7 +178,7 @@ class HostLink:
 
 
 def _timed_event() -> torch.cuda.Event:
-    """Whoever waits for it sleeps: a core that spins is one less for the steps."""
+    """A thread that waits for it sleeps: a core that spins is one less for the steps."""
     event: torch.cuda.Event
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     return event

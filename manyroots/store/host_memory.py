@@ -1,10 +1,10 @@
 """Host memory for adapters: plain, or page-locked so that a GPU copies from it at full speed.
 
 Making and locking pages takes longer than reading an adapter into them, and the driver launches
-nothing while it locks. So it is done a little at a time, and nobody who asks for memory waits for
-it: `PinnedMemory` has pieces ready and makes the next ones in quiet times. Where none is left it
-gives pages that are not locked, which whoever has filled them locks: that is quick by then, and a
-GPU copies several times as fast afterwards. What was locked once stays so, and is used again.
+nothing while it locks. So it is done a little at a time, and no caller that asks for memory waits
+for it: `PinnedMemory` has pieces ready and makes the next ones in quiet times. Where none is left
+it gives pages that are not locked, which the code that filled them locks: that is quick by then,
+and a GPU copies several times as fast afterwards. What was locked once stays so, and is used again.
 
 What was not locked at once can't be copied at once: see `within_borders`.
 """
@@ -35,7 +35,7 @@ Allocate = Callable[[int], Tensor]
 """A number of bytes -> that many, as uint8."""
 
 QUIET_S = 1.0
-"""How long nobody must have asked for memory before more is made."""
+"""How long no memory must have been requested before more is made."""
 _AHEAD_BYTES = 2 << 30
 _MAX_AHEAD = 32
 """So much is ready for adapters that come at once, in at most so many pieces ..."""
@@ -148,7 +148,7 @@ class PinnedMemory:
         quiet_s: float = QUIET_S,
         num_ahead: int | None = None,
     ) -> None:
-        """`size` is the most that anybody should ask for; `make` gives locked memory, and `lock`
+        """`size` is the most that a caller should ask for; `make` gives locked memory, and `lock`
         locks memory that was filled; None: what was not ready stays as it is. `num_ahead`: pieces
         that are to be ready; None for as many as `pieces_ahead` says."""
         self._size = size
@@ -157,7 +157,7 @@ class PinnedMemory:
         self._quiet_s = quiet_s
         self._num_ahead = pieces_ahead(size) if num_ahead is None else num_ahead
         self._freed: deque[_Piece] = deque()
-        """Of which a cut has died, one entry for each; filled by whoever lets go of the last."""
+        """Of which a cut has died, one entry for each; filled when the last is released."""
         self._changed = threading.Condition()
         # All below are guarded by it.
         self._spares: list[_Piece] = []
@@ -187,7 +187,7 @@ class PinnedMemory:
 
     def lock(self, filled: Tensor) -> None:
         """Of memory that was given here and is full now: locked, if it was not before. Called by
-        whoever has filled it, while others may do the same."""
+        the code that filled it, while others may do the same."""
         with self._changed:
             piece = self._unlocked.pop(filled.data_ptr(), None)
         if piece is not None and self._lock is not None:
@@ -223,8 +223,8 @@ class PinnedMemory:
         return piece, memory
 
     def _take_back(self) -> None:
-        """Pieces nothing of which is in use any more are as good as new; those that nobody locked,
-        or that are too small for others, go."""
+        """Pieces nothing of which is in use any more are as good as new; those that were not
+        locked, or that are too small for others, go."""
         while self._freed:
             piece = self._freed.popleft()
             piece.num_cuts -= 1

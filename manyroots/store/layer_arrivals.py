@@ -1,7 +1,7 @@
 """A load that the step it comes with reads layer by layer, as it arrives (T10).
 
 Layers come in groups: one group's part of every unit is copied, then the next one's, and before a
-layer computes, its group must be there. On a GPU the step's stream waits and nobody else; on a CPU
+layer computes, its group must be there. On a GPU only the step's stream waits; on a CPU
 the thread that computes does. Few groups, because a smaller part is a slower copy.
 """
 

@@ -5,7 +5,7 @@ tensor over all regions. Only blocks are memory: a region that has none takes no
 some begins with them. Blocks are any of those that are free, so that no space between them is lost.
 
 A region keeps its blocks until others need them: one adapter after another of the same size maps
-nothing. Whoever takes or gives back says that no kernel uses the region.
+nothing. The caller that takes or gives back ensures that no kernel uses the region.
 
 Each region's blocks are followed by one that all share, so that a load which a kernel masks may
 still name an address there. The first address has that block, too: Triton asks the driver about it

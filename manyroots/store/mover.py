@@ -21,7 +21,7 @@ from manyroots.store.tier_copies import TierCopies
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What has ended since somebody last asked."""
+    """What has ended since the last call."""
 
     adapters: tuple[AdapterLoaded, ...] = ()
     copies: tuple[CopyDone, ...] = ()
@@ -64,7 +64,7 @@ class Mover:
         return arrivals
 
     def finished(self) -> Ends:
-        """The ends that nobody has taken yet."""
+        """The ends that were not taken yet."""
         adapters = () if self._adapters is None else self._adapters.finished()
         copies = () if self._tiers is None else self._tiers.finished()
         return Ends(adapters, copies)

@@ -66,7 +66,7 @@ class _Errand:
     arrived: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
     error: str | None = None
     is_over: bool = False
-    """Reported: its units are somebody else's now."""
+    """Reported: its units belong to another request now."""
 
 
 _Batch = tuple[_Errand, int, int]
@@ -75,7 +75,7 @@ _Batch = tuple[_Errand, int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """Values that nobody may find again."""
+    """Values that must not be found again."""
 
     keys: list[bytes]
     is_done: threading.Event
@@ -122,8 +122,8 @@ class StorageLink:
             self._end(errand, None)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove pages of all families, behind whatever is being written. Waits for it, as long as
-        storage may take: who asks next must not find them."""
+        """Remove pages of all families, after whatever is being written. Waits for it, as long as
+        storage may take: the next request must not find them."""
         families = range(len(self._host))
         keys = [self._storage.key(page, family) for page in hashes for family in families]
         removal = _Removal(keys, threading.Event())

@@ -60,7 +60,7 @@ class TierCopies:
             self._storage.forget(hashes)
 
     def finished(self) -> tuple[CopyDone, ...]:
-        """The ends that nobody has taken yet."""
+        """The ends that were not taken yet."""
         if self._storage is not None:
             self._storage.give_up_late_ones()
         return self._ends.take()

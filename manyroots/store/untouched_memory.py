@@ -19,7 +19,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class UntouchedMemory:
-    """Zeros, until somebody writes to them."""
+    """Zeros, until they are written to."""
 
     def __init__(self, num_bytes: int, *, is_counted: bool = True) -> None:
         """MemoryError for more than the machine has; unless another counts what is used of it
@@ -36,5 +36,5 @@ class UntouchedMemory:
         self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:num_bytes]
 
     def give_back(self, first: int, num_bytes: int) -> None:
-        """The bytes from `first` on, a multiple of PAGE_BYTES; nobody uses them any more."""
+        """The bytes from `first` on, a multiple of PAGE_BYTES; they are no longer used."""
         self._pages.madvise(mmap.MADV_DONTNEED, first, num_bytes)

@@ -35,7 +35,7 @@ from manyroots.lora.targets import Side
 
 METHOD = "mxfp4"
 KIND = "weight_mxfp4"
-"""How a checkpoint's name ends behind a projection: uint8 [rows, groups, 16 bytes of two numbers
+"""How a checkpoint's name ends after a projection: uint8 [rows, groups, 16 bytes of two numbers
 and an exponent], so that ranks cut it like the numbers."""
 _MODEL_TYPE = "gpt_oss"
 """The one type of model that is published in it."""

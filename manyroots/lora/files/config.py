@@ -1,7 +1,7 @@
 """`adapter_config.json`: what PEFT wrote about an adapter, checked option by option.
 
 Every option that changes what an adapter computes is either honoured or refused; one that this
-file does not know is refused if it is set, since nobody can tell what it changes.
+file does not know is refused if it is set, since its effect is unknown.
 """
 
 from __future__ import annotations

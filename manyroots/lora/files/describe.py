@@ -1,4 +1,4 @@
-"""What an adapter's folder holds, said without a model: for people who ask before they load.
+"""What an adapter's folder holds, said without a model: to be read before it is loaded.
 
 Reads and hashes every byte, keeps none. Whether a certain model can serve it, `lay_out` says; what
 no model can serve is refused here already.

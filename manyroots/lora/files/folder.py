@@ -35,7 +35,7 @@ def check_folder(path: str | Path, allowed_dirs: Sequence[Path] | None) -> Path:
     try:
         folder = Path(text).expanduser().resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
-        # Whoever may not look around learns the same of a folder that exists.
+        # A caller that may not look around learns the same of a folder that exists.
         _refuse_outside(Path(text), _resolved(text), allowed_dirs)
         raise AdapterError(
             f"the adapter folder {text!r} does not exist or can't be entered; check the path.",

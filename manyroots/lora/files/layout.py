@@ -54,7 +54,7 @@ def lay_out(
     spelling = spelling_of(one.spelled for sides in factors.values() for one in sides.values())
     check_trained(config, targets, factors, pairs, spelling)
     if not spelling.has_images:
-        # Else they may be meant for the part that sees, whose modules nobody here knows.
+        # Else they may be meant for the part that sees, whose modules are not known here.
         names = (one for name in module_names(targets) for one in spelling.names(name))
         config.refuse_unused_patterns(names)
     ordered = tuple(pairs[name] for name in targets if name in pairs)

@@ -80,9 +80,9 @@ class ExpertFactors:
 
     def __init__(self) -> None:
         self._factors: dict[tuple[str, str], Factor] = {}
-        """By what is before the number, and what is behind it."""
+        """By what is before the number, and what is after it."""
         self._tails: dict[str, tuple[int, str] | None] = {}
-        """The number, and what is behind it; None where there is none."""
+        """The number, and what is after it; None where there is none."""
 
     def learn(self, name: str, factor: Factor) -> None:
         """A tensor of an expert was placed in `factor`."""

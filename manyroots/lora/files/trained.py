@@ -48,7 +48,7 @@ def check_trained(
         )
     elif chosen.lower() == ALL_LINEAR:
         # Which routers and experts are linear modules depends on transformers' version, so that
-        # nobody can tell what is missing.
+        # what is missing can't be told.
         _refuse_left_out(
             config,
             _plain(pairs, targets),

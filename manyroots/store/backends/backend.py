@@ -1,7 +1,7 @@
 """What a storage backend is: values by key, in batches. One file per kind, one line in `choice.py`.
 
 Takes keys of 32 bytes and values of any; gives them back as they were, or not at all. Whether a
-value is whole is checked by whoever asks. What can't be reached raises, in a limited time where the
+value is whole is checked by the caller. What can't be reached raises, in a limited time where the
 backend can see to that. Several threads may ask at once.
 """
 
@@ -22,7 +22,7 @@ class Backend(Protocol):
         ...
 
     def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-        """Keep values; for each, whether it is kept. Whoever reads sees all of one or nothing."""
+        """Keep values; for each, whether it is kept. A reader sees all of one or nothing."""
         ...
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:

@@ -21,7 +21,7 @@ def open_backend(settings: TierSettings) -> Backend | None:
         size = settings.kv_storage_size
         return Files(Path(unquote(parts.path)), None if size is None else int(size * 2**30))
     if parts.scheme in ("redis", "rediss"):
-        # Here, because nobody else needs its package.
+        # Here, because nothing else needs its package.
         from manyroots.store.backends.redis import Redis
 
         return Redis(url, ttl_s=settings.kv_storage_ttl_s, timeout_s=settings.kv_storage_timeout_s)

@@ -5,8 +5,8 @@ killed. Files lie in 256 folders by the first two digits of their key. What was 
 goes when there is no room: use is a file's modification time, so that it outlasts every server.
 
 Writers take turns by a lock on `used`, which holds how many bytes all files take: counted before a
-file is written, so that the limit holds whoever dies when, and counted anew at each start. Readers
-need no lock. Whoever empties the folder meanwhile loses what was in it, and nothing else.
+file is written, so that the limit holds whichever process dies when, and counted anew at each
+start. Readers need no lock. Emptying the folder meanwhile loses what was in it, and nothing else.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Files:
         return before
 
     def _make_folders(self) -> None:
-        """At the start, and after somebody has taken them away."""
+        """At the start, and after they were removed."""
         self._made.clear()
         self._aside.mkdir(parents=True, exist_ok=True)
 
@@ -163,7 +163,7 @@ class Files:
             return open(self._used, "a+b")
 
     def _is_there(self, file: BinaryIO) -> bool:
-        """Whether everybody's lock is this one: the file may have been removed meanwhile."""
+        """Whether all processes lock this file: the file may have been removed meanwhile."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self._used.stat())
         except FileNotFoundError:
@@ -201,7 +201,7 @@ class Files:
         return True
 
     def _tidy(self) -> None:
-        """What died with its writer goes: nobody writes now. Then count what is there."""
+        """What died with its writer goes: no process writes now. Then count what is there."""
         for path in self._aside.iterdir():
             path.unlink(missing_ok=True)
         self._note(self._scan()[1])
@@ -230,7 +230,7 @@ def _entries(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def _is_taken(file: BinaryIO) -> bool:
-    """Lock a file, if nobody else has."""
+    """Lock a file, if no other process has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Storage in Redis or Valkey: values by key on a server, shared by whoever reaches it.
+"""Storage in Redis or Valkey: values by key on a server, shared by all that reach it.
 
 Needs the `redis` package (`pip install 'manyroots[redis]'`). A batch is one pipeline. The server's
 own memory limit and eviction apply; with a time to live, a value goes so long after its last use.

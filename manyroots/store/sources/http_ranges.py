@@ -65,7 +65,7 @@ class RemoteState:
 
 
 class RemoteFile:
-    """A file behind a URL."""
+    """A file at a URL."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class SignedUrls:
             key = address.scheme, address.host
             if key not in self._stores:
                 kind = S3Store if address.scheme == "s3" else GCSStore
-                # The operator who names an endpoint decides whether it needs TLS.
+                # The operator that names an endpoint decides whether it needs TLS.
                 self._stores[key] = kind(
                     address.host,
                     client_options={"allow_http": True, "timeout": timedelta(seconds=10)},

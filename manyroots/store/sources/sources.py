@@ -248,6 +248,6 @@ def _check_pin(path: Path, address: Address) -> None:
     if found != address.sha256:
         raise AdapterError(
             f"the weights at {address} have the SHA-256 {found}, and {address.sha256} was asked "
-            "for; they are not used. Check who wrote them.",
+            "for; they are not used. Check their origin.",
             field="lora_path",
         )

@@ -77,8 +77,8 @@ class ChannelDeltaNet:
             q, k, v, decay, both[:, 3 * spec.inner :], self._a_log,
             self._dt_bias.view(spec.num_heads, spec.head_dim), matrix, rows,
         )  # fmt: skip
-        normed = kernels.norm.rms_norm(read, self._norm, self._eps)
-        gated = kernels.gated_norm.sigmoid_gated(normed, gate)
+        normed = kernels.norm.rms_norm(read.flatten(0, 1), self._norm, self._eps)
+        gated = kernels.gated_norm.sigmoid_gated(normed.view(read.shape), gate)
         return self.o(gated.flatten(1), step)
 
     def _whole(self, linear: Linear, x: Tensor, step: Step) -> Tensor:

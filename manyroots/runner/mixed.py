@@ -66,7 +66,9 @@ def shape_for(inputs: StepInputs, max_num_seqs: int) -> MixedShape | None:
     num_tokens, num_decodes = len(inputs.tokens), inputs.num_decodes
     if num_tokens > TOKENS[-1] or len(inputs.rows) - num_decodes > MAX_PROMPTS:
         return None
-    return _shape(num_tokens, num_decodes, max_num_seqs)
+    shape = _shape(num_tokens, num_decodes, max_num_seqs)
+    # A row with guesses is sampled at each of them.
+    return shape if len(inputs.sampled_at) <= shape.num_samples else None
 
 
 def _shape(num_tokens: int, num_decodes: int, max_num_seqs: int) -> MixedShape:

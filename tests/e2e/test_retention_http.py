@@ -128,6 +128,7 @@ def test_t13_what_can_not_be_kept_is_refused(
     prompt: dict[str, Any] = {"prompt": [3, 4, 5]}
     if path == "messages":
         prompt = {"messages": [{"role": "user", "content": "hi"}]}
-    answer = httpx.post(f"{server.url}/v1/{path}", json=body | prompt, headers=HEADERS)
+    url = f"{server.url}/v1/{path}"
+    answer = httpx.post(url, json=body | prompt, headers=HEADERS, timeout=PATIENCE_S)
     assert answer.status_code == 400, answer.text
     assert says in answer.json()["error"]["message"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,8 @@ def step(num_decodes: int, prompts: list[int], slots: list[int] | None = None) -
         token_slots=None if slots is None else np.repeat(np.array(slots), counts),
         sampling=everybody,
         sampling_order=everybody,
+        sampled_at=np.cumsum(counts) - 1,
+        guesses=np.zeros(len(counts), np.int64),
     )
 
 
@@ -89,6 +93,10 @@ def test_what_is_too_large_has_no_shape() -> None:
     assert shape_for(step(3, [TOKENS[-1]]), 64) is None
     assert shape_for(step(0, [2] * (MAX_PROMPTS + 1)), 64) is None
     assert shape_for(step(0, [TOKENS[-1]]), 64) is not None
+    guessing = step(2, [6] * 8)
+    assert shape_for(guessing, 10) is not None
+    positions = np.repeat(guessing.sampling, 2)  # of each row a token, and one after a guess
+    assert shape_for(replace(guessing, sampling=positions, sampled_at=positions), 10) is None
     assert all_shapes(256, 8192)[0].num_tokens == TOKENS[-1]
     assert all_shapes(256, 700)[0].num_tokens == 768
 

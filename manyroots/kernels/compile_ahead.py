@@ -95,5 +95,7 @@ def _kind(value: object, is_constant: bool) -> object:
     if isinstance(value, float) and not is_constant:
         return float
     if (box := getattr(value, "block_shape", None)) is not None:  # a descriptor of a tensor
-        return type(value), value.base.dtype, *box, str(value.layout)  # type: ignore[attr-defined]
+        # Of Triton's own descriptors only Gluon's have a layout.
+        layout = str(getattr(value, "layout", None))
+        return type(value), value.base.dtype, *box, layout  # type: ignore[attr-defined]
     return value if isinstance(value, Hashable) else id(value)

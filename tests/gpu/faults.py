@@ -110,7 +110,9 @@ def _foreign_page() -> AbstractContextManager[None]:
         return wrong
 
     def make_apart(init: Any) -> Any:
-        return lambda rows, batch, device: init(rows, batch, device, shares=False)
+        return lambda rows, batch, device, **more: init(
+            rows, batch, device, **(more | {"shares": False})
+        )
 
     return _both(patched(DeviceRows, "__init__", make_apart), patched(DeviceRows, "apply", make))
 
@@ -203,7 +205,7 @@ def _wrong_draw() -> AbstractContextManager[None]:
     """Each token is drawn with its successor's number."""
 
     def make(arrays: Any) -> Any:
-        return lambda state, rows, indices: arrays(state, rows, indices + 1)
+        return lambda state, rows, indices, *more: arrays(state, rows, indices + 1, *more)
 
     return patched(SamplingState, "arrays", make)
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from manyroots.api.server import _listen, _Server
+from manyroots.api.server import _Server, listen
 from manyroots.config import EngineSettings
 from manyroots.errors import ConfigError, ModelError
 from manyroots.server_config import ServerSettings
@@ -31,7 +31,7 @@ class Life:
         info = dataclasses.replace(INFO, model_path=str(folder / "m.gguf"))
         self.engine = engine or FakeEngine(info=info)
         chosen = ServerSettings(port=0, **settings)
-        listener = _listen(chosen)
+        listener = listen(chosen)
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = _Server(self.engine, EngineSettings(), chosen, listener)
 
@@ -168,7 +168,7 @@ async def test_it_answers_while_loading_and_can_be_stopped_then(tmp_path: Path) 
 
 
 async def test_a_taken_port_names_the_flag(tmp_path: Path) -> None:
-    with _listen(ServerSettings(port=0)) as taken:
+    with listen(ServerSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}.*--port"):
-            _listen(ServerSettings(port=port))
+            listen(ServerSettings(port=port))

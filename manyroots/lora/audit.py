@@ -67,10 +67,11 @@ def every_slot_is_in_one_state(residency: Residency) -> None:
     slots = residency.slots
     assert [slot.number for slot in slots.all] == list(range(len(slots.all)))
     assert slots.num_slots is None or len(slots.all) == slots.num_slots
-    assert len(set(slots.free)) == len(slots.free), "a slot is free twice"
+    free = set(slots.free)
+    assert len(free) == len(slots.free), "a slot is free twice"
     for slot in slots.all:
         states = [
-            slot.number in slots.free,
+            slot.number in free,
             slot.is_loading,
             slot.num_seats > 0,
             slot.number in slots.idle,
@@ -78,8 +79,8 @@ def every_slot_is_in_one_state(residency: Residency) -> None:
             slot.num_seats == 0 and slot.busy_until is not None and not slot.is_leaving,
         ]
         assert sum(states) == 1, f"slot {slot.number} is in states {states}"
-        assert (slot.owner is None) == (slot.number in slots.free)
-        assert not (slot.number in slots.free and slot.busy_until is not None), "free and in use"
+        assert (slot.owner is None) == (slot.number in free)
+        assert not (slot.number in free and slot.busy_until is not None), "free and in use"
         assert not (slot.is_leaving and slot.busy_until is None), "leaving and nothing to wait for"
 
 

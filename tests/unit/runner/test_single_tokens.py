@@ -35,6 +35,8 @@ def step(counts: list[int], contexts: list[int], token_slots: list[int] | None) 
         token_slots=None if token_slots is None else np.array(token_slots),
         sampling=np.arange(num_rows),
         sampling_order=np.arange(num_rows)[::-1],
+        sampled_at=starts[1:] - 1,
+        guesses=np.zeros(num_rows, np.int64),
     )
 
 

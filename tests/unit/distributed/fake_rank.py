@@ -42,7 +42,7 @@ def plan(
     step_id: int, *, adapters: tuple[LoadAdapter, ...] = (), copies: tuple[Copy, ...] = ()
 ) -> Plan:
     none, nobody = np.empty(0, np.int32), np.empty(0, np.bool_)
-    return Plan(StepId(step_id), (), (), none, none, nobody, copies, adapters)
+    return Plan(StepId(step_id), (), (), none, none, nobody, copies=copies, adapters=adapters)
 
 
 def compute(step_id: StepId, shard: Shard) -> list[int]:

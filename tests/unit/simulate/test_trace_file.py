@@ -114,5 +114,5 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_made_traces() -> None:
-    with pytest.raises(ConfigError, match="chat, rounds, rollouts, agents"):
+    with pytest.raises(ConfigError, match="chat, adapters, rounds, rollouts, agents"):
         synthetic_trace("chta", seed=0, num_requests=1)

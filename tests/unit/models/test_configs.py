@@ -97,7 +97,25 @@ def check_same(kind: str, changes: Mapping[str, Any], folder: Path) -> None:
         assert isinstance(found, Exception), (kind, changes, wanted)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in SAME_CLASS])
+UNLIKE = {
+    "deepseek-v3": "a head_dim beside qk_rope_head_dim changes transformers' rotation, not ours",
+    "minicpm3": "transformers can't set logits_scaling, which ours takes",
+    "kimi-linear": "transformers refuses a rope_scaling that ours takes, and neither uses",
+}
+"""Known differences, each to be refused by name."""
+
+
+def kinds(*others: str) -> list[Any]:
+    """All, with those that differ in a known way expected to."""
+    marks = {kind: pytest.mark.xfail(reason=why, strict=True) for kind, why in UNLIKE.items()}
+    return [
+        pytest.param(kind, marks=marks[kind]) if kind in marks else kind
+        for kind in MODELS
+        if kind not in others
+    ]
+
+
+@pytest.mark.parametrize("kind", kinds(*SAME_CLASS))
 def test_every_field_means_what_transformers_makes_of_it(kind: str, tmp_path: Path) -> None:
     for field, value in cases(kind):
         if field not in NOT_OF_THE_MODEL:
@@ -152,7 +170,7 @@ def test_the_text_part_of_a_model_that_sees(
 SERVED = ("linear", "llama3", "yarn")
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "minicpm3"])
 def test_a_completed_config_is_the_same_to_transformers(kind: str) -> None:
     """The benches make its models of ours."""
     good = tiny_config(kind)

@@ -59,7 +59,7 @@ def test_a_broken_config_is_named(folder: Path, text: str) -> None:
 
 def test_a_model_type_that_is_not_served_is_named(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "no-such-model"}')
-    with pytest.raises(ModelError, match=r"is 'no-such-model'; this version serves FalconH1For"):
+    with pytest.raises(ModelError, match=r"is 'no-such-model'; this version serves DeepseekV2For"):
         describe(resolve(folder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from manyroots.errors import ModelError
 from manyroots.layers.spec import LayerSpec
 from manyroots.models.architecture import Architecture, ConfigType, Values, check_whole_heads
 from manyroots.models.deepseek import LATENT_DEFAULTS, finish, latent_attention
@@ -23,11 +24,16 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(
         [layer] * count,
         embedding_scale=float(text.scale_emb),
-        logits_factor=1.0 / text.logits_scaling,
+        logits_factor=text.dim_model_base / text.hidden_size,
     )
 
 
 def _finish(values: Values) -> None:
+    if "logits_scaling" in values:
+        raise ModelError(
+            "the model has logits_scaling, which follows from hidden_size and dim_model_base here. "
+            "Remove it from its config.json."
+        )
     check_whole_heads(values)
     finish(values)
     for name, neutral in (
@@ -37,7 +43,6 @@ def _finish(values: Values) -> None:
     ):
         if values[name] is None:
             values[name] = neutral
-    values["logits_scaling"] = values["hidden_size"] / values["dim_model_base"]
 
 
 ARCHITECTURES = {

@@ -1,10 +1,10 @@
-"""A matrix of 4-bit numbers, as a GGUF file has them, multiplied as it is.
+"""Multiplies a matrix of 4-bit numbers in the form that a GGUF file stores.
 
 Each row has a scale and an offset for every 32 columns: w = scale * (code - 8) + offset. Q4_0, Q4_1
-and Q4_K are of that kind, which is found in the numbers themselves: 32 of them that lie on at most
-16 evenly spaced places. torch's operator (KleidiAI's, on Arm) multiplies scales and codes with rows
-that it rounds to 8 bits, each by its smallest and largest number; what offsets add is one more
-small product, with the sums of each row's 32 columns. Scales are rounded to bfloat16 by it.
+and Q4_K have this form. It is detected from the numbers: each group of 32 lies on at most 16 evenly
+spaced values. torch's operator (KleidiAI's, on Arm) multiplies scales and codes with rows that it
+rounds to 8 bits, each by its own minimum and maximum. The offsets add one more small product, with
+the sums of each row's 32 columns. The operator rounds scales to bfloat16.
 
 Measured on a Neoverse-N1 (one thread, processor time, 576 x 3072, GFLOP/s; float32 by rows for one
 row and packed for more, see `packed.py`):
@@ -27,25 +27,25 @@ from manyroots.kernels.packed import KeptTwice
 GROUP = 32
 """Columns that share a scale and an offset."""
 MIDDLE = 8
-"""The code that stands for the offset alone."""
+"""The code whose value is the offset alone."""
 _NUM_STEPS = 15
 _OFF_GRID = 1e-4
-"""Of a group's span: how far a number may be from its place. Those of a file are off by float32's
-rounding; of other 32 numbers some are a quarter of a step off."""
+"""How far a number may be from its grid value, as a share of a group's span. Numbers of a file
+differ by float32's rounding; some of 32 arbitrary numbers differ by a quarter of a step."""
 _ROWS_AT_ONCE = 1024
 _FIRST_LOOK = 8
-"""Rows by which most matrices of other kinds are told."""
+"""Rows that are tested first; they rule out most other matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrix(KeptTwice):
-    """As blocks."""
+    """A weight as blocks."""
 
     offsets: Tensor
     """float32 [groups, out]"""
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b, of rows that are rounded to 8 bits."""
+        """x W^T + b, for rows that are rounded to 8 bits."""
         out_features, in_features = self.shape
         product: Tensor = torch.ops.aten._dyn_quant_matmul_4bit(
             x, self.packed, GROUP, in_features, out_features
@@ -56,7 +56,7 @@ class BlockMatrix(KeptTwice):
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What numbers are made of."""
+    """The parts of each number."""
 
     codes: Tensor
     """uint8 [out, in], 0 to 15"""
@@ -67,10 +67,10 @@ class Blocks:
 
 
 def can_multiply_blocks(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine has the operator in a fast form."""
+    """Whether this machine has a fast form of the operator."""
     if device.type != "cpu" or dtype is not torch.float32 or platform.machine() != "aarch64":
         return False
-    # Asked by name: not every torch has them.
+    # Looked up by name: not every torch has them.
     kleidi = getattr(torch.backends, "kleidiai", None)
     operators = ("_dyn_quant_pack_4bit_weight", "_dyn_quant_matmul_4bit")
     has_operators = all(hasattr(torch.ops.aten, name) for name in operators)
@@ -78,7 +78,7 @@ def can_multiply_blocks(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def pack_blocks(rows: Tensor) -> BlockMatrix | None:
-    """None where the numbers are of another kind."""
+    """Returns None if the numbers do not have this form."""
     blocks = find_blocks(rows)
     if blocks is None:
         return None
@@ -91,7 +91,7 @@ def pack_blocks(rows: Tensor) -> BlockMatrix | None:
 
 
 def find_blocks(rows: Tensor) -> Blocks | None:
-    """The codes of numbers [out, in] that lie on 16 places in each group; None if some do not."""
+    """The codes of numbers [out, in] that lie on 16 values in each group; None if some do not."""
     if rows.shape[1] % GROUP or _grid(rows[:_FIRST_LOOK]) is None:
         return None
     parts = [_grid(part) for part in torch.split(rows, _ROWS_AT_ONCE)]
@@ -112,7 +112,7 @@ def _grid(rows: Tensor) -> Blocks | None:
     scales = torch.zeros_like(span)
     codes = torch.zeros(groups.shape, dtype=torch.uint8)
     left = torch.arange(len(groups))
-    # Few groups have neither code 0 nor code 15, so few are looked at twice.
+    # Few groups have neither code 0 nor code 15, so few are tested twice.
     for num_steps in range(_NUM_STEPS, 0, -1):
         step = span[left] / num_steps
         above = groups[left] - low[left]
@@ -131,12 +131,13 @@ def _grid(rows: Tensor) -> Blocks | None:
 
 
 def group_sums(x: Tensor) -> Tensor:
-    """Of each row's groups of columns: [rows, groups]."""
+    """Sums of each row's groups of columns: [rows, groups]."""
     return x.view(x.shape[0], -1, GROUP).sum(-1)
 
 
 def round_rows(x: Tensor) -> Tensor:
-    """Rows as the operator rounds them to 8 bits: its reference, no part of a product."""
+    """Rows rounded to 8 bits as the operator does it; used to check the operator, not in
+    products."""
     low = x.amin(1, keepdim=True).clamp(max=0.0)
     high = x.amax(1, keepdim=True).clamp(min=0.0)
     step = (high - low) / 255

@@ -1,8 +1,8 @@
-"""The sets of kernels, each as one object with the same operations.
+"""The sets of kernels; each is one object with the same operations.
 
-A layer is told which to use instead of importing one: Triton's where there is a GPU, torch's own
-operators on a CPU, and the references, which run anywhere, are what the other two are tested
-against, and take over where a device's set lacks something.
+A layer receives its set instead of importing one. A GPU uses Triton's set and a CPU uses torch's
+operators. The references run anywhere. The other two sets are tested against them, and fall back to
+them for operations that a set lacks.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Kernels:
 
     @property
     def ask_nothing(self) -> bool:
-        """Whether they compute without asking the device anything, so that steps can be captured:
-        Triton's do."""
+        """Whether the operations never wait for the device, so that steps can be captured. Triton's
+        never do."""
         return self.attention.__name__.endswith(".triton")
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """A device's own."""
+    """The set for a device."""
     return kernel_set_of("triton" if device.type == "cuda" else "torch_ops")
 
 
 def reference_kernels() -> Kernels:
-    """Plain and slow, on any device."""
+    """The references: simple and slow, on any device."""
     return kernel_set_of("reference")
 
 
 def kernel_set_of(kind: str) -> Kernels:
-    """Imported when it is asked for: a machine without a GPU may have no Triton."""
+    """Imported on demand: a machine without a GPU may have no Triton."""
     modules: list[Any] = [
         import_module(f"manyroots.kernels.{name}.{kind}") for name in Kernels.__slots__
     ]

@@ -1,12 +1,12 @@
 """Compiles kernels in parallel before they are launched.
 
-Takes something that launches kernels; gives nothing, but the kernels are compiled then, and in
-Triton's cache on disk. Triton compiles when a kernel is first launched, one after the other, on one
-core. Here launches only name what must be compiled, and threads compile it: most of the time is
-spent in LLVM and in the assembler, which do not hold Python's lock.
+Takes a function that launches kernels; returns nothing, but afterwards the kernels are compiled and
+in Triton's cache on disk. Triton compiles a kernel at its first launch, one after the other on one
+core. Here a launch only records what to compile, and threads compile it. Most of the time goes to
+LLVM and the assembler, which release Python's lock.
 
-Nothing is computed, so that memory which kernels would have written is zeros: an index that another
-operator reads from it is valid.
+Nothing is computed, so memory that kernels would have written holds zeros. An index that another
+operator reads from it is therefore valid.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_THREADS = 32
 
 
 def compile_ahead(launch_all: Callable[[], object]) -> None:
-    """Compile every kernel that `launch_all` launches. On a machine with one core, or with a Triton
-    that can't, nothing happens: kernels are compiled when they are launched."""
+    """Compile every kernel that `launch_all` launches. Does nothing on a machine with one core or
+    with an unsuitable Triton: kernels are then compiled at their first launch."""
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         from triton.runtime._async_compile import AsyncCompileMode
@@ -49,7 +49,7 @@ def compile_ahead(launch_all: Callable[[], object]) -> None:
 def _compile(launch_all: Callable[[], object], num_threads: int, mode: Callable[..., Any]) -> None:
     with (
         ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads,
-        # What can't be compiled is said where it is launched.
+        # A compile error is raised again, and reported, at the launch.
         mode(threads, ignore_errors=True),
         _named_only(),
     ):
@@ -58,7 +58,7 @@ def _compile(launch_all: Callable[[], object], num_threads: int, mode: Callable[
 
 @contextmanager
 def _named_only() -> Iterator[None]:
-    """Launches become compilations, each kind of launch once."""
+    """Turns launches into compilations, one for each kind of launch."""
     from triton.runtime.jit import JITFunction
 
     run, seen = JITFunction.run, set[object]()
@@ -87,15 +87,15 @@ def _named_only() -> Iterator[None]:
 
 
 def _kind(value: object, is_constant: bool) -> object:
-    """What Triton compiles for, or more than that: a kernel too many costs nothing but a look."""
+    """The keys that Triton compiles for, or more: an extra kernel costs only a lookup."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int and not is_constant:
         return value if value < 16 else (value % 16 == 0, value.bit_length() > 31)
     if isinstance(value, float) and not is_constant:
         return float
-    if (box := getattr(value, "block_shape", None)) is not None:  # a descriptor of a tensor
-        # Of Triton's own descriptors only Gluon's have a layout.
+    if (box := getattr(value, "block_shape", None)) is not None:  # a tensor descriptor
+        # Of Triton's descriptors only Gluon's have a layout.
         layout = str(getattr(value, "layout", None))
         return type(value), value.base.dtype, *box, layout  # type: ignore[attr-defined]
     return value if isinstance(value, Hashable) else id(value)

@@ -1,10 +1,9 @@
-"""Activations in FP8, for products with FP8 weights: what a reader wants, what it gets, and how it
-is computed, naively.
+"""Activations in FP8 for products with FP8 weights: the requested form, the rows, and a reference.
 
-A product of many rows takes each number as the one of FP8 next to it. One of few rows waits for its
-weight anyway, so it takes two: the number next to it, and the one next to what is left. Together
-these have eight bits, as bfloat16 has. Columns that share a scale are a whole row, or as many of it
-as the program has at once that rows come from.
+A product of many rows rounds each number to FP8. A product of few rows waits for its weight anyway,
+so it takes two FP8 numbers: the rounded number, and the rounded remainder. Together they have eight
+bits, like bfloat16. A scale covers a whole row, or the columns that the writing program holds at
+once.
 """
 
 from __future__ import annotations
@@ -17,31 +16,32 @@ from torch import Tensor
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix
 
 LEAST_SCALE = 2.0**-100
-"""Of rows that are zero, or nearly."""
+"""The smallest scale; for rows that are zero or nearly zero."""
 ROW_GROUP = 128
 """The fewest columns that share a scale."""
 NUM_SCALES = 8
-"""That are tried for rows with one scale and one number: from the smallest up to its double."""
+"""The scales that are tried for rows with one scale and one number: from the smallest up to its
+double."""
 NUM_TOPS, SHORTEST_RUN = 128, 8
-"""Of a row's columns at most so many count there: the largest of each run of neighbours."""
+"""At most this many of a row's columns count then: the largest of each run of neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Form:
-    """How a product wants its rows."""
+    """The form in which a product reads its rows."""
 
     num_parts: int
-    """Numbers of FP8 that each number becomes; their sum stands for it."""
+    """FP8 numbers per number; their sum represents it."""
     group: int | None
-    """Columns that share a scale; None: all of a row or a multiple of ROW_GROUP, as suits who
-    writes them."""
+    """Columns that share a scale. None: a whole row or a multiple of ROW_GROUP, as suits the
+    writing kernel."""
     keeps_values: bool = True
-    """Whether rows are wanted as they were, too: by adapters."""
+    """Whether adapters also need the original rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Rows:
-    """Rows [num_rows, k] that stand for the sum of their parts times a scale."""
+    """Rows [num_rows, k], represented by the sum of their parts times a scale."""
 
     data: Tensor
     """float8_e4m3fn [num_parts, num_rows, k]"""
@@ -49,9 +49,9 @@ class Fp8Rows:
     """float32 [num_rows, groups]"""
     group: int
     dtype: torch.dtype
-    """Of what they were made of, and of what is computed with them."""
+    """The dtype of the original rows and of the results."""
     values: Tensor | None = None
-    """What they were made of, where somebody reads it."""
+    """The original rows, if an adapter reads them."""
 
     @property
     def shape(self) -> torch.Size:
@@ -59,17 +59,17 @@ class Fp8Rows:
 
     @property
     def rounded(self) -> ScaledMatrix:
-        """Of rows in one part."""
+        """The FP8 numbers of rows with one part."""
         assert len(self.data) == 1
         return ScaledMatrix(self.data[0], self.scales, self.group)
 
     def plain(self) -> Tensor:
-        """The numbers that they stand for, in float32."""
+        """The represented numbers, in float32."""
         return ScaledMatrix(self.data.float().sum(0), self.scales, self.group).plain(torch.float32)
 
 
 def values_of(x: Tensor | Fp8Rows) -> Tensor:
-    """Rows as they were, for adapters."""
+    """The original rows, for adapters."""
     if isinstance(x, Tensor):
         return x
     assert x.values is not None, "these rows are for a product alone"
@@ -77,13 +77,13 @@ def values_of(x: Tensor | Fp8Rows) -> Tensor:
 
 
 def tries_scales(num_parts: int, group: int, num_columns: int) -> bool:
-    """Whether a row's scale is the best of several. One of a group leaves less to gain, and beside
-    a second number there is nothing."""
+    """Whether a row's scale is the best of several. A scale per group leaves less to gain, and a
+    second number leaves nothing."""
     return num_parts == 1 and group >= num_columns
 
 
 def run_length(num_columns: int) -> int:
-    """Neighbouring columns, of which their largest number alone counts where scales are tried."""
+    """Number of neighbouring columns of which only the largest counts when scales are tried."""
     run = SHORTEST_RUN
     while run * NUM_TOPS < num_columns:
         run *= 2
@@ -91,12 +91,12 @@ def run_length(num_columns: int) -> int:
 
 
 def in_fp8(x: Tensor, form: Fp8Form) -> Fp8Rows:
-    """Rows [num_rows, k]. The scale is the smallest that holds a group's largest number, or of some
-    that are larger the one that suits the row's large numbers best."""
+    """Takes rows [num_rows, k]. The scale is the smallest that holds a group's largest number, or a
+    larger one that suits the row's large numbers best."""
     group = form.group or x.shape[1]
     pieces = torch.split(x.float(), group, dim=1)
     largest = [piece.abs().amax(1, keepdim=True) for piece in pieces]
-    # By products with inverses, on every device: quotients are not rounded alike everywhere.
+    # Multiply with inverses on every device: division does not round alike everywhere.
     scales = [(most * (1.0 / LARGEST)).clamp(LEAST_SCALE) for most in largest]
     if tries_scales(form.num_parts, group, x.shape[1]):
         scales = [_best_scale(pieces[0], scales[0])]
@@ -110,15 +110,15 @@ def in_fp8(x: Tensor, form: Fp8Form) -> Fp8Rows:
 
 
 def _best_scale(rows: Tensor, least: Tensor) -> Tensor:
-    """Of those tried, [num_rows, 1]: that with the least sum of squared errors, most of which large
-    numbers have."""
+    """The best of the tried scales, [num_rows, 1]: the least sum of squared errors, which large
+    numbers dominate."""
     run = run_length(rows.shape[1])
     padded = torch.nn.functional.pad(rows.abs(), (0, -rows.shape[1] % run))
     tops = padded.view(len(rows), -1, run).amax(-1)
     step = torch.arange(NUM_SCALES, device=rows.device)
     factors = 1.0 + step * (1.0 / NUM_SCALES)
     scaled = tops[:, :, None] * (least.reciprocal() * factors.reciprocal())[:, None, :]
-    # To three bits behind the first.
+    # Rounded to three bits after the first.
     near = ((scaled.view(torch.int32) + 0x80000) & -0x100000).view(torch.float32)
     errors = (near - scaled).square().sum(1) * factors.square()
     is_lowest = errors == errors.amin(1, keepdim=True)

@@ -1,17 +1,18 @@
-"""What all Triton kernels of this package share: how they are launched, and how they wait.
+"""Shared by all Triton kernels of this package: how to launch them, and how they wait.
 
-A decode step is some 300 kernels of a few microseconds. Each would wait for the one before it to
-drain; with programmatic dependent launch (Hopper and later) it starts while that one still runs,
-reads what no kernel of the step writes, and waits only then. Two kinds of inputs, therefore:
+A decode step is some 300 kernels of a few microseconds. Normally each waits until the one before it
+has drained. With programmatic dependent launch (Hopper and later) it starts while that one still
+runs, reads data that no kernel of the step writes, and only then waits. There are therefore two
+kinds of inputs:
 
-    the step's constants   weights, tables, lengths, page tables, which adapter a row wants: may be
-                           read before `wait_for_inputs`. They must be written before the step's
-                           first `rms_norm`, which is the one kernel that is launched plainly.
+    the step's constants   weights, tables, lengths, page tables, each row's adapter: may be read
+                           before `wait_for_inputs`. They must be written before the step's first
+                           `rms_norm`, the only kernel with a plain launch.
     activations            everything a kernel of the step writes, keys and values included: only
-                           after `wait_for_inputs`. (Asking the cache for them early is harmless.)
+                           after `wait_for_inputs`. (Prefetching them early is harmless.)
 
 A product computed in several slices of its inner dimension is a tensor [num_splits, rows, n] of
-partial sums. Whoever reads it next adds them up; there is no kernel that does only that.
+partial sums. The next kernel that reads it adds them up; no kernel does only that.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def let_next_begin(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
-    """Wait until all earlier kernels are done and what they wrote can be read."""
+    """Wait until all earlier kernels are done and their writes are visible."""
     if DEPENDENT:
         gdc_wait()
 
 
 @triton.jit
 def prefetch(ptrs, DEPENDENT: tl.constexpr):
-    """Ask for the cache lines at `ptrs` (a block of pointers) to be brought into L2."""
+    """Prefetch the cache lines at `ptrs` (a block of pointers) into L2."""
     if DEPENDENT:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=tl.int32,
@@ -54,27 +55,28 @@ def prefetch(ptrs, DEPENDENT: tl.constexpr):
 
 @triton.jit
 def wait_for_count(counter, count):
-    """Wait until other programs of this launch have counted to `count`, and see what they wrote.
-    They must be programs before this one: those begin earlier, so they are sure to get there."""
+    """Wait until other programs of this launch have counted to `count`; their writes are then
+    visible. They must come before this program: earlier programs start earlier, so the wait
+    ends."""
     while tl.atomic_add(counter, 0, sem="acquire") < count:
         pass
 
 
 @lru_cache(maxsize=8)
 def is_dependent(device: torch.device) -> bool:
-    """Whether kernels on this device may be launched before their inputs are there."""
+    """Whether kernels on this device may be launched before their inputs are ready."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @lru_cache(maxsize=8)
 def is_hopper(device: torch.device) -> bool:
-    """Whether it has the matrix and copy instructions that kernels in Gluon are written for."""
+    """Whether the device has the matrix and copy instructions that kernels in Gluon use."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 LAUNCH_EARLY = True
-"""Tests clear it: each kernel then begins when the one before it is done, and results must be the
-same bit by bit. It is read at every launch, and when a graph is captured."""
+"""Tests clear it: each kernel then starts when the one before it is done, and results must be
+bitwise equal. It is read at every launch, and when a graph is captured."""
 
 
 def launch_options(device: torch.device, *, plainly: bool = False) -> dict[str, Any]:
@@ -86,11 +88,12 @@ def launch_options(device: torch.device, *, plainly: bool = False) -> dict[str, 
 
 @lru_cache(maxsize=8)
 def counters(device: torch.device) -> Tensor:
-    """Zeros, by which programs of one launch find out who is last; that one clears them again."""
+    """Zeroed counters by which programs of one launch find the last one; that one clears them
+    again."""
     with torch.inference_mode(False):
         return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def as_splits(x: Tensor) -> Tensor:
-    """[num_splits, rows, n] of a product that may or may not be in partial sums."""
+    """[num_splits, rows, n] of a product with or without partial sums."""
     return x if x.dim() == 3 else x.unsqueeze(0)

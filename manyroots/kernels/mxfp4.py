@@ -1,15 +1,16 @@
-"""A matrix in MXFP4: 4 bits a number (E2M1), and for 32 of a row's numbers a power of two (E8M0).
+"""A matrix in MXFP4: 4 bits a number (E2M1), and a power of two (E8M0) for each 32 numbers of a
+row.
 
-Kept in the order in which a GPU's kernel takes it: a row's columns go by 128, and of these word j
-has columns j, 16 + j, ..., 112 + j, so that a thread makes whole operands of matrix instructions
-from its words. Each half of a word has four numbers, whose bits lie so that a shift and a mask put
-them where a bfloat16 has them:
+Stored in the order that the GPU kernel reads. A row's columns are in tiles of 128; word j of a tile
+has columns j, 16 + j, ..., 112 + j. A thread can thus build whole operands of matrix instructions
+from its words. Each half of a word has four numbers. A shift and a mask move their bits to the
+positions of a bfloat16:
 
     bit      15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     number    0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
               s  s  e  s  e  m  s  e  e  m  e  e  m  e  e  m
 
-What they become is the number itself; see `fused_moe/triton_fp4.py`.
+The result is the number itself; see `fused_moe/triton_fp4.py`.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from torch import Tensor
 GROUP = 32
 """Columns that share an exponent."""
 TILE = 128
-"""Columns that are put in order together; a row's last ones are filled up with zeros."""
+"""Columns that are reordered together; the last tile of a row is filled up with zeros."""
 WORD = 8
 """Numbers of a word."""
 BIAS = 127
 LEAST_EXPONENT, LARGEST_EXPONENT = 28, 154
-"""2^-99 to 2^27: kernels multiply bfloat16 numbers by powers between."""
+"""2^-99 to 2^27: kernels multiply bfloat16 numbers by powers in this range."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-"""Between two values; a number that is one goes to the even code."""
+"""Midpoints between two values; a number on a midpoint goes to the even code."""
 _PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
-"""Of the bits of each number of half a word, the lowest first."""
+"""Bit positions of each number of half a word, lowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Matrix:
-    """One, or a stack of them: [..., out, in]."""
+    """One matrix, or a stack of them: [..., out, in]."""
 
     words: Tensor
     """int32 [..., out, 16 for each TILE columns]"""
     exponents: Tensor
-    """uint8 [..., out, 4 for each TILE columns], of 2, with BIAS added."""
+    """uint8 [..., out, 4 for each TILE columns]: exponents of 2, with BIAS added."""
     columns: int
 
     @classmethod
@@ -63,17 +64,17 @@ class Mxfp4Matrix:
         return self.words.nbytes + self.exponents.nbytes
 
     def __getitem__(self, index: int | slice) -> Mxfp4Matrix:
-        """Of the first dimension."""
+        """Size of the first dimension."""
         return Mxfp4Matrix(self.words[index], self.exponents[index], self.columns)
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The numbers themselves; in bfloat16 and float32 without an error."""
+        """The numbers themselves; exact in bfloat16 and float32."""
         numbers = values_of(codes_of(self.words), self.exponents)
         return numbers[..., : self.columns].to(dtype)
 
     def take(self, blocks: Tensor, exponents: Tensor) -> None:
-        """Fill it from a checkpoint's bytes: two numbers each, [out, in / 2], and exponents
-        [out, in / 32]."""
+        """Fill it from a checkpoint's bytes: two numbers each, [out, in / 2], and exponents [out,
+        in / 32]."""
         blocks = blocks.to(self.words.device)
         codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
         missing = self.words.shape[-1] * WORD - codes.shape[-1]
@@ -83,13 +84,13 @@ class Mxfp4Matrix:
 
 
 def padded_bytes(rows: int, columns: int) -> int:
-    """What a matrix takes, the last tile of each row filled up."""
+    """Bytes of a matrix, with the last tile of each row filled up."""
     numbers = rows * -(-columns // TILE) * TILE
     return numbers // 2 + numbers // GROUP
 
 
 def words_of(codes: Tensor) -> Tensor:
-    """uint8 codes [..., columns], a multiple of TILE, as words in order."""
+    """uint8 codes [..., columns], a multiple of TILE, as reordered words."""
     tiles = codes.reshape(*codes.shape[:-1], -1, WORD, TILE // WORD).int()
     words = torch.zeros_like(tiles[..., 0, :])
     for number in range(WORD):
@@ -117,8 +118,8 @@ def values_of(codes: Tensor, exponents: Tensor) -> Tensor:
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [..., columns] in MXFP4: bytes [..., columns / 2] and exponents, as checkpoints have
-    them. The largest number of a group has the largest exponent that four bits hold."""
+    """Numbers [..., columns] in MXFP4: bytes [..., columns / 2] and exponents, in the format of
+    checkpoints. The largest number of a group has the largest exponent that four bits hold."""
     groups = rows.float().reshape(*rows.shape[:-1], -1, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
     exponents = torch.frexp(largest).exponent - 3 + BIAS
@@ -126,7 +127,7 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     scaled = torch.ldexp(groups, BIAS - exponents).flatten(-2)
     middles = torch.tensor(_MIDDLES, device=rows.device)
     size = scaled.abs().contiguous()
-    # A number in the middle goes up from odd codes, down from even ones.
+    # A midpoint goes up from odd codes, down from even ones.
     codes = torch.bucketize(size, middles)
     above = torch.bucketize(size, middles, right=True)
     codes = torch.where(codes % 2 == 1, above, codes) | (scaled < 0).long() << 3

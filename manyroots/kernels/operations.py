@@ -1,9 +1,9 @@
-"""What every set of kernels has: one Protocol per operation, which its module in a set fulfils.
+"""The operations of every set of kernels: one Protocol each, which a module of the set implements.
 
-Layers call kernels through these, so that the type checker sees each call. What an operation
-computes is said in its `reference.py`; `tests/unit/kernels/test_operations.py` compares the
-signatures of all sets with these. What one set prepares for itself is `Any`: nothing else looks
-inside.
+Layers call kernels through these, so that the type checker sees each call. An operation's
+`reference.py` defines what it computes; `tests/unit/kernels/test_operations.py` compares the
+signatures of all sets with these. Data that a set prepares for itself is `Any`: other code does not
+look inside.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from manyroots.kernels.sampling.rows import Sampled, SamplingRows
 from manyroots.kernels.scaled import Matrix, ScaledMatrix
 
 Operand = Matrix | PackedMatrix | BlockMatrix
-"""What products are computed with."""
+"""The weight of a product."""
 
 
 class NormOps(Protocol):

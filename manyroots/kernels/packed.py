@@ -1,16 +1,16 @@
-"""A matrix that lies in memory twice: as rows, and in the order in which a CPU's library reads it.
+"""A matrix stored twice: as rows, and in the order that a CPU's library reads.
 
-A library that gets rows puts them in its own order at every product, which is a fifth of a product
-of 32 rows and half of one of 4. oneDNN with Arm's Compute Library can be given that order once.
-Measured on a Neoverse-N1 (float32, one thread, eight matrices of 576 x 3072 in turn, GFLOP/s):
+A library that receives rows reorders them at every product, which takes a fifth of a product of 32
+rows and half of one of 4. oneDNN with Arm's Compute Library accepts the reordered form. Measured on
+a Neoverse-N1 (float32, one thread, eight matrices of 576 x 3072 in turn, GFLOP/s):
 
     rows of x       1      2     32    192   1024   2048
     by rows       8.5    5.9   23.7   33.6   34.8   33.7
     by columns    6.4    6.7   28.5   34.4   36.4   36.5
     packed        5.1   10.1   31.6   35.9   35.2   33.9
 
-So one row is multiplied with rows, and more of them with what is packed. On x86 nothing is packed:
-it was not measured there.
+One row is therefore multiplied with the rows, and several with the packed form. On x86 nothing is
+packed: it was not measured there.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _ROWS = 32
-"""What it is packed for; the form is the same for any number."""
+"""Rows of x for packing; the form is the same for any number."""
 PIECE = 192
-"""Rows of x that are multiplied at once, where there are many: 5% less time of 2240 rows, since
-what comes out fits into memory that is at hand, and fresh pages need not be fetched."""
+"""Rows of x that are multiplied at once, if there are many. 2240 rows take 5% less time, because
+the output fits into memory that is already mapped."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTwice:
-    """[out, in], float32, and the same in the form of a library."""
+    """[out, in], float32, and the same in a library's form."""
 
     rows: Tensor
     packed: Tensor
@@ -63,20 +63,20 @@ class PackedMatrix(KeptTwice):
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine's library has a form of its own that is faster."""
+    """Whether this machine's library has a faster form of its own."""
     if device.type != "cpu" or dtype is not torch.float32 or platform.machine() != "aarch64":
         return False
-    # Asked by name: not every torch has it.
+    # Looked up by name: not every torch has it.
     has_acl = getattr(torch.backends.mkldnn, "is_acl_available", lambda: False)
     return bool(has_acl()) and _has_operators()
 
 
 def _has_operators() -> bool:
-    """torch's compiler uses these two; they are not promised to anybody else."""
+    """Internal operators of torch's compiler, without a promise of stability."""
     operators = torch.ops.mkldnn
     return hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")
 
 
 def pack(rows: Tensor) -> PackedMatrix:
-    """With what is packed beside it; to be made again when `rows` change."""
+    """Makes the packed form; call it again after `rows` change."""
     return PackedMatrix(rows, torch.ops.mkldnn._reorder_linear_weight(rows, _ROWS))

@@ -1,8 +1,8 @@
-"""A matrix of small numbers with scales: what FP8 weights are to a kernel.
+"""A matrix of small numbers with scales: the form of FP8 weights for kernels.
 
-Every row has a scale for each `group` of its columns. A scale of a whole row is one group; that of
-a tensor is the same for all rows; that of a block of rows and columns is said again for each of its
-rows, so that kernels know one form. Which of these a checkpoint has is its loader's matter.
+Every row has a scale for each `group` of its columns, so kernels know one form. A scale of a whole
+row is one group. A scale of a tensor is repeated for all rows, and that of a block of rows and
+columns for each of its rows. The loader handles the forms of checkpoints.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
 SIDE_STEP = 16
-"""Inner dimensions are multiples of it on a GPU, so that rows are whole 16-byte loads."""
+"""Inner dimensions are multiples of this on a GPU, so that rows are whole 16-byte loads."""
 TILE_COLUMNS = 128
-"""That a tile of FP8 has, which lies within a group."""
+"""Columns of an FP8 tile, which lies within a group."""
 NUM_SCALES = 8
-"""That are tried for a row."""
+"""Scales that are tried for a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix:
-    """One, or a stack of them: [..., out, in]."""
+    """One matrix, or a stack of them: [..., out, in]."""
 
     data: Tensor
     """float8_e4m3fn [..., out, in]"""
@@ -58,7 +58,7 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """[out, in] of INT8 with a scale for each row, multiplied with rows as they are."""
+    """[out, in] of INT8 with a scale for each row, multiplied with unrounded rows."""
 
     data: Tensor
     """int8 [out, in]"""
@@ -82,21 +82,22 @@ Matrix = Tensor | ScaledMatrix | Int8Matrix
 
 
 class OfNumbers(Protocol):
-    """A matrix that is kept in another form than as plain numbers."""
+    """A matrix that is stored in another form than plain numbers."""
 
     def plain(self, dtype: torch.dtype) -> Tensor: ...
 
 
 def plain(matrix: Tensor | OfNumbers, dtype: torch.dtype) -> Tensor:
-    """A matrix of any kind as plain numbers; a plain one stays as it is."""
+    """A matrix of any kind as plain numbers; a plain one is returned unchanged."""
     return matrix if isinstance(matrix, Tensor) else matrix.plain(dtype)
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers in FP8, and the scale of each row: [..., out, in] and [..., out, 1].
 
-    Of the scales between the smallest that holds a row's largest number and its double, the one
-    that leaves the least error: a tenth less of its square than the smallest, on normal numbers.
+    The scales that are tried lie between the smallest that holds a row's largest number and its
+    double. The one with the least error wins: on normal numbers its squared error is a tenth less
+    than that of the smallest.
     """
     rows = rows.float()
     least = rows.abs().amax(-1, keepdim=True) / LARGEST

@@ -1,7 +1,7 @@
-"""How far a computation may be from its reference: the one table, with a reason per row.
+"""Tolerances between a computation and its reference: the only table, with a reason per row.
 
-Every test that compares floating-point results takes its numbers from here, so that loosening
-one is a visible change with a reason and never a quiet edit in a test.
+Every test that compares floating-point results takes its numbers from here. Loosening one is
+therefore a visible change with a reason.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
 
 
 def assert_close(op: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Raise AssertionError with the worst element if `op` in `dtype` went too far."""
+    """Raise AssertionError with the worst element if `op` in `dtype` exceeds its tolerance."""
     row = TOLERANCES[op, dtype]
     torch.testing.assert_close(
         actual.float(), expected.float(), atol=row.atol, rtol=row.rtol, equal_nan=False

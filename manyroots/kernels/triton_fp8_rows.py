@@ -1,5 +1,5 @@
-"""Activations in FP8 in Triton: what a kernel that has rows in registers writes of them, and a
-kernel for rows that come as they are. See `fp8_rows.py`, to whose bits this rounds."""
+"""Activations in FP8, in Triton: the code with which a kernel writes rows from registers, and a
+kernel for plain rows. Rounds to the same bits as `fp8_rows.py`."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 from manyroots.kernels.scaled import LARGEST
 
 MOST_COLUMNS = 32_768
-"""Of a group that one program has."""
+"""Most columns of a group that one program holds."""
 _INVERSE = tl.constexpr(1.0 / LARGEST)
 _SCALES = tl.constexpr(NUM_SCALES)
 _LEAST = tl.constexpr(LEAST_SCALE)
 _SMALLEST = tl.constexpr(2.0**-6)
-"""Number of FP8 that has all its bits."""
+"""The smallest FP8 number with full precision."""
 _ROUNDER = tl.constexpr(1.5 * 2.0**14)
-"""What float32 keeps no more than multiples of 2^-9 beside, the step of smaller ones."""
+"""Added to a float32, leaves multiples of 2^-9, the step of smaller numbers."""
 
 
 @triton.jit
 def scale_of(largest):
-    """Of numbers that are at most so large: their scale, and its inverse."""
+    """The scale of numbers with this maximum, and its inverse."""
     scale = tl.maximum(largest * _INVERSE, _LEAST)
     return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 
 
 @triton.jit
 def scaled_groups(values, AXIS: tl.constexpr):
-    """Values in float32 divided by a scale for each group of them along the last axis, and that."""
+    """float32 values divided by a scale for each group along the last axis, and that scale."""
     scale, inverse = scale_of(tl.max(tl.abs(values), axis=AXIS))
     return values * tl.expand_dims(inverse, AXIS), scale
 
 
 @triton.jit
 def scale_errors(values, largest, RUN: tl.constexpr):
-    """Of numbers [n] of a row that has none above `largest`: squared errors of each run's largest,
-    with each of the scales that are tried, [n / RUN, scales]."""
+    """Takes numbers [n] of a row whose maximum is `largest`. Returns squared errors of each run's
+    largest number for each of the tried scales, [n / RUN, scales]."""
     tops = tl.max(tl.reshape(tl.abs(values), (values.shape[0] // RUN, RUN)), axis=1)
     factors = 1.0 + tl.arange(0, _SCALES).to(tl.float32) * (1.0 / _SCALES)
     _, inverse = scale_of(largest)
     inverses = inverse * tl.div_rn(tl.zeros_like(factors) + 1.0, factors)
     scaled = tops[:, None] * inverses[None, :]
-    # To three bits behind the first; ties are as far from either.
+    # Rounded to three bits after the first; ties are equally far from both.
     bits = (scaled.to(tl.int32, bitcast=True) + 0x80000) & -0x100000
     off = bits.to(tl.float32, bitcast=True) - scaled
     return off * off
@@ -63,7 +63,7 @@ def scale_errors(values, largest, RUN: tl.constexpr):
 
 @triton.jit
 def best_scale(largest, errors):
-    """The one of the scales that are tried that leaves least, and its inverse."""
+    """The tried scale with the least error, and its inverse."""
     step = tl.arange(0, _SCALES)
     factors = 1.0 + step.to(tl.float32) * (1.0 / _SCALES)
     sums = tl.sum(errors, axis=0) * (factors * factors)
@@ -75,7 +75,7 @@ def best_scale(largest, errors):
 
 @triton.jit
 def scaled_row(values, RUN: tl.constexpr):
-    """Values [n] in float32 of one row, divided by the best scale for all of them, and that."""
+    """float32 values [n] of one row, divided by the best scale for all of them, and that scale."""
     largest = tl.max(tl.abs(values), axis=0)
     scale, inverse = best_scale(largest, scale_errors(values, largest, RUN))
     return values * inverse, scale
@@ -83,15 +83,16 @@ def scaled_row(values, RUN: tl.constexpr):
 
 @triton.jit
 def nearest_fp8(scaled):
-    """The numbers of FP8 next to these, in float32, none of them beyond its largest.
+    """The nearest FP8 numbers, in float32, clamped to FP8's largest.
 
-    By arithmetic, and not by a conversion there and back: of four such to a word, ptxas 12.8 reads
-    back two from a register that nobody wrote (seen on an H200 and in its machine code).
+    Uses arithmetic instead of a conversion to FP8 and back. For four such conversions to a word,
+    ptxas 12.8 reads two back from a register that was never written (seen on an H200 and in its
+    machine code).
     """
     bits = scaled.to(tl.int32, bitcast=True)
-    # To three bits behind the first, ties to the even one.
+    # Rounded to three bits after the first, ties to even.
     bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-    # Numbers below the smallest of these have the step of those.
+    # Subnormal numbers have the step of the smallest normal number.
     return tl.where(
         tl.abs(scaled) < _SMALLEST,
         (scaled + _ROUNDER) - _ROUNDER,
@@ -101,7 +102,7 @@ def nearest_fp8(scaled):
 
 @triton.jit
 def store_parts(data, part_stride, scaled, ok, PARTS: tl.constexpr):
-    """Write numbers in FP8 at `data`, and what that leaves of them `part_stride` behind."""
+    """Write numbers in FP8 at `data`, and the rounded remainder at an offset of `part_stride`."""
     if PARTS == 1:
         tl.store(data, scaled.to(tl.float8e4nv), mask=ok)
     else:
@@ -162,10 +163,10 @@ def empty_rows(
     values: Tensor | None,
     like: Tensor,
 ) -> Fp8Rows:
-    """To be written, with a scale for each `group` columns."""
+    """Output buffers, with a scale for each `group` columns."""
     device = like.device
     data = torch.empty(form.num_parts, num_rows, k_size, dtype=torch.float8_e4m3fn, device=device)
-    # The scales of one group are side by side: the library wants them so.
+    # The scales of one group are adjacent, as the library requires.
     num_groups = triton.cdiv(k_size, group)
     scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=device).t()
     return Fp8Rows(data, scales, group, like.dtype, values)

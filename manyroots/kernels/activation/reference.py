@@ -1,4 +1,4 @@
-"""The gated activation, naive, in float32."""
+"""Reference of the gated activation, in float32."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def gated(
     gate_factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor | Fp8Rows:
-    """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    `dtype` and in the `form` that its reader wants. `lora` is of a site with the parts gate and up.
-    Gates are multiplied with `gate_factor` before."""
+    """Compute activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates
+    first, in `dtype` and in the `form` that the next product reads. `lora` belongs to a site with
+    the parts gate and up. Gates are multiplied with `gate_factor` first."""
     total = gate_up.float() if gate_up.dim() == 2 else gate_up.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
@@ -32,7 +32,7 @@ def gated(
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Of float32 tensors of one shape."""
+    """Takes float32 tensors of one shape."""
     if activation is Activation.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)

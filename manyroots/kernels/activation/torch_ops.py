@@ -1,7 +1,7 @@
-"""The gated activation with torch's own operators: the path of every CPU.
+"""The gated activation with torch's operators; used on every CPU.
 
-Same signatures as `reference.py`. Computes in the dtype of the product, which has its adapters'
-part in it already.
+Same signatures as `reference.py`. Computes in the dtype of the product, which already includes the
+adapters' part.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def gated(
     gate_factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor:
-    """activation(gate, up) of [rows, 2 n], gates first, in `dtype`. Gates are
-    multiplied with `gate_factor` before."""
+    """Compute activation(gate, up) of [rows, 2 n], gates first, in `dtype`. Gates are multiplied
+    with `gate_factor` first."""
     assert lora is None, "products of this set are finished"
     assert form is None, "products of this set read plain rows"
     gate, up = gate_up.chunk(2, dim=-1)
@@ -34,7 +34,7 @@ def gated(
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """A new tensor; gate and up stay as they are."""
+    """Returns a new tensor; gate and up are unchanged."""
     if activation is Activation.CLAMPED_SWIGLU:
         gate = gate.clamp(max=CLAMP_LIMIT)
         gate.mul_(torch.sigmoid(gate * CLAMP_ALPHA))

@@ -1,7 +1,7 @@
-"""activation(gate) * up with the adapters' expand in it.
+"""activation(gate) * up, fused with the adapters' expand.
 
-Same signatures as `reference.py`. Elementwise, so programs are tiles of rows that want the same
-adapter: its weights are read once per tile, and are the larger part of what is read.
+Same signatures as `reference.py`. The operation is elementwise, so a program takes a tile of rows
+that use one adapter. It reads that adapter's weights once per tile; they are most of the bytes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ from manyroots.kernels.triton_fp8_rows import (
 
 BLOCK_N = 128
 ROW_BLOCK_N = 256
-"""Columns of a program: of several rows, and of one with few ranks, which has room for more."""
+"""Columns of a program: for several rows, and for one row with few ranks, which leaves room for
+more."""
 MANY_ROWS = 64
-"""Beyond, a step has more than enough programs, and larger ones read faster."""
+"""With more rows than this a step has enough programs, and larger programs read faster."""
 MOST_OF_ROW = 16_384
-"""Columns of a row that one program has where all of them share a scale."""
+"""Columns of a row that one program takes if they share a scale."""
 ROW_BLOCK = 4096
-"""Of which it has so many at once: rows are seldom a power of two long."""
+"""Columns that such a program holds at once; a row is seldom a power of two long."""
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _tile_of_rows(
     HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """The columns `cols` of the rows from `begin` on, of `count` that want one adapter."""
+    """Compute the columns `cols` of `count` rows from `begin` on that use one adapter."""
     inside = tl.minimum(cols, n - 1)
     r = begin + tl.arange(0, BLOCK_R)
     rows = (first + r).to(tl.int64)
@@ -145,7 +146,7 @@ def _gated_row(
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
     RUN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row, whose numbers share a scale. It is PIECES blocks long."""
+    """Compute one row whose numbers share a scale; it is PIECES blocks long."""
     dtype: tl.constexpr = out.dtype.element_ty
     fast: tl.constexpr = DEPENDENT and dtype == tl.bfloat16
     let_next_begin(DEPENDENT)
@@ -192,9 +193,9 @@ def gated(
     gate_factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor | Fp8Rows:
-    """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    `dtype` and in the `form` that its reader wants. `lora` is of a site with the parts gate and up.
-    Gates are multiplied with `gate_factor` before."""
+    """Compute activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates
+    first, in `dtype` and in the `form` that the next product reads. `lora` belongs to a site with
+    the parts gate and up. Gates are multiplied with `gate_factor` first."""
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
@@ -207,7 +208,7 @@ def gated(
         block_r, block_n, num_warps = 4, BLOCK_N, 4
         if num_rows > MANY_ROWS:
             block_n, num_warps = 512, 8
-        elif form is not None and form.group is None:  # longer groups are fewer for their reader
+        elif form is not None and form.group is None:  # few, long groups
             block_r, block_n = 2, ROW_BLOCK_N
         num_programs = triton.cdiv(num_rows, block_r)
     else:
@@ -239,7 +240,7 @@ def gated(
 def _gated_rows(
     parts: Tensor, activation: Activation, gate_factor: float, out: Tensor, form: Fp8Form
 ) -> Fp8Rows:
-    """`gated` of rows that have a scale each."""
+    """Compute `gated` for rows that have one scale each."""
     num_rows, n = out.shape
     found = empty_rows(num_rows, n, form, n, out if form.keeps_values else None, out)
     run = run_length(n)

@@ -17,8 +17,8 @@ _LIMIT = tl.constexpr(CLAMP_LIMIT)
 
 @triton.jit
 def _fast_silu(gate):
-    """By the chip's own approximations, of which the usual way corrects the ends of the range: they
-    are off by two of the last bits here, and none of that is in a result of 16 bits."""
+    """Uses the chip's approximate instructions. The usual code corrects them at the ends of the
+    range. They differ in the last two bits, which a 16-bit result does not hold."""
     return tl.inline_asm_elementwise(
         """{
         .reg .f32 e;
@@ -34,8 +34,8 @@ def _fast_silu(gate):
 
 @triton.jit
 def fast_bfloat16(values):
-    """Float32 numbers rounded to bfloat16, in float32 again, two at a time: one by one they would
-    wait for the chip's few units that compute exponentials, too."""
+    """Round float32 numbers to bfloat16 and return them in float32, two at a time. One at a time
+    they would compete for the few units that compute exponentials."""
     bits = tl.inline_asm_elementwise(
         """{
         .reg .b32 both;
@@ -53,8 +53,8 @@ def fast_bfloat16(values):
 
 @triton.jit
 def activated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
-    """Of float32 blocks of one shape; KIND is the value of an `Activation`. FAST: on a Hopper GPU,
-    and no more precisely than a result of 16 bits wants it."""
+    """Takes float32 blocks of one shape; KIND is the value of an `Activation`. FAST: for Hopper
+    GPUs, with the precision of a 16-bit result."""
     if KIND == _SILU and FAST:
         value = _fast_silu(gate) * up
     elif KIND == _SILU:

@@ -1,8 +1,8 @@
-"""Which sequences of a step attend together, decided once per step on the host.
+"""Chooses which sequences of a step attend together, once per step on the host.
 
-Takes page tables and lengths as numpy arrays; gives groups whose members have the same number of
-queries and a similar number of pages, so that one long sequence does not pad all the others. With a
-window, pages in front of what a group's queries see are no part of it: they may be another's.
+Takes page tables and lengths as numpy arrays. Gives groups whose members have the same number of
+queries and a similar number of pages, so that one long sequence does not pad all others. With a
+window, a group leaves out pages before its first visible key: another request may own them by now.
 Knows nothing of tensors, heads or layers.
 """
 
@@ -19,7 +19,7 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupingLimits:
-    """How far grouping goes."""
+    """Limits of a group."""
 
     min_fill: float
     """A row joins a decode group only if it has at least this share of the longest row's pages."""
@@ -30,25 +30,25 @@ class GroupingLimits:
 CPU_LIMITS = GroupingLimits(min_fill=0.75, max_tokens=1 << 14)
 
 MIN_PIECE = 1024
-"""Fewest queries for which pages are gathered at a time where a window hides the rest: each time
-the window before them is gathered, too."""
+"""With a window, the fewest queries for which pages are gathered at a time. Each gather includes
+the window before these queries, so small gathers repeat much."""
 
 MIN_SHARING_ROWS = 4
 MIN_SHARED_PAGES = 4
-"""Below these, attending to a common prefix once costs more than it saves."""
+"""Below these limits, attending to a common prefix once costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Consecutive rows of the decode order, one query each."""
+    """Consecutive rows in decode order, with one query each."""
 
     start: int
     stop: int
     shared: Int64s
-    """Pages that all rows begin with; all of them full."""
+    """Pages at the start of all rows; all of them are full."""
     pages: Int64s
-    """[stop - start, num_pages] behind the shared ones; entries past a row's own repeat its first
-    of these."""
+    """[stop - start, num_pages] after the shared pages. Entries past a row's own pages repeat the
+    row's first entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class PrefillPlan:
     num_seqs: int
     num_queries: int
     context_len: int
-    """Counted from the first of `pages`, as the last query sees it without a window."""
+    """Counted from the first of `pages`: what the last query would see without a window."""
     pages: Int64s
     """[num_seqs, num_pages]"""
 
 
 def rows_from(table: Int64s, firsts: Int64s, num_pages: Int64s) -> Int64s:
-    """Each row's `num_pages` entries from `firsts` on, at its beginning."""
+    """Each row's `num_pages` entries from `firsts` on, moved to the start of the row."""
     if not firsts.any():
         return table
     columns = firsts[:, None] + np.arange(num_pages.max())
@@ -73,8 +73,8 @@ def rows_from(table: Int64s, firsts: Int64s, num_pages: Int64s) -> Int64s:
 
 
 def decode_clusters(table: Int64s, num_pages: Int64s) -> list[Int64s]:
-    """Rows that attend apart from the others, because they begin with the same pages; and all
-    others. Each from the most pages to the fewest; rows without any are in none."""
+    """Two lists: rows that attend separately because they share their first pages, and all others.
+    Both are sorted from most pages to fewest. Rows without pages are in neither."""
     live = np.flatnonzero(num_pages)
     clusters = _that_share(table, num_pages, live)
     if len(clusters) > 1 or (clusters and len(clusters[0]) < len(live)):
@@ -86,7 +86,7 @@ def decode_clusters(table: Int64s, num_pages: Int64s) -> list[Int64s]:
 
 
 def _that_share(table: Int64s, num_pages: Int64s, live: Int64s) -> list[Int64s]:
-    """A page lies behind the same pages in whatever table it is, so one of them tells."""
+    """A page always follows the same pages in any table, so one table is enough to compare."""
     long = live[num_pages[live] > MIN_SHARED_PAGES]
     if len(long) < MIN_SHARING_ROWS:
         return []
@@ -102,12 +102,13 @@ def plan_decodes(
     limits: GroupingLimits,
     is_cut: npt.NDArray[np.bool_] | None = None,
 ) -> Iterator[DecodePlan]:
-    """Cut rows, already sorted by falling `num_pages`, into groups. `is_cut`: of which rows a
-    window hides a part of the first page, so that they can share none."""
+    """Cut rows, sorted by falling `num_pages`, into groups. `is_cut` marks rows whose first page a
+    window hides in part; these can share no page."""
     start = 0
     while start < len(num_pages):
         longest = int(num_pages[start])
-        # The first row that would be padded too much; negated because searchsorted wants rising.
+        # The first row that would be padded too much. Negated, because searchsorted needs ascending
+        # values.
         fits = int(np.searchsorted(-num_pages, -limits.min_fill * longest, side="right"))
         most = max(1, limits.max_tokens // (longest * page_size))
         stop = min(fits, start + most)
@@ -115,7 +116,7 @@ def plan_decodes(
         may_share = is_cut is None or not is_cut[start:stop].any()
         num_shared = _num_shared(rows, int(num_pages[stop - 1])) if may_share else 0
         own = np.arange(num_shared, longest) < num_pages[start:stop, None]
-        # Never another sequence's page: masked or not, a NaN in it would spread.
+        # Never another sequence's page: a NaN in it would spread even if masked.
         pages = np.where(own, rows[:, num_shared:], rows[:, num_shared : num_shared + 1])
         yield DecodePlan(start, stop, rows[0, :num_shared], pages)
         start = stop
@@ -124,8 +125,8 @@ def plan_decodes(
 def prefixes_together(
     plans: Sequence[DecodePlan], page_size: int, limits: GroupingLimits
 ) -> list[list[DecodePlan]]:
-    """Neighbours that share as many pages, each its own, attend in one: a call costs more than a
-    little padding."""
+    """Merge neighbouring groups that share the same number of pages, each its own. A call costs
+    more than a little padding."""
     together: list[list[DecodePlan]] = []
     for plan in plans:
         if together and _fit_together([*together[-1], plan], page_size, limits):
@@ -149,7 +150,8 @@ def _fit_together(plans: Sequence[DecodePlan], page_size: int, limits: GroupingL
 
 
 def _num_shared(rows: Int64s, fewest_pages: int) -> int:
-    """How many pages all rows begin with. A row's last page is never one: it may not be full."""
+    """The number of pages that all rows start with. A row's last page never counts, because it may
+    not be full."""
     most = fewest_pages - 1
     if len(rows) < MIN_SHARING_ROWS or most < MIN_SHARED_PAGES:
         return 0
@@ -166,8 +168,8 @@ def plan_prefills(
     limits: GroupingLimits,
     window: int = 0,
 ) -> Iterator[PrefillPlan]:
-    """Merge neighbours of the same shape; with a window, cut those that are long into pieces, so
-    that never much more is gathered than a piece sees."""
+    """Merge neighbours of the same shape. With a window, cut long sequences into pieces, so that a
+    gather is never much larger than what its piece sees."""
     piece = max(MIN_PIECE, window)
     start, end = 0, len(context_lens)
     while start < end:

@@ -1,7 +1,7 @@
 """One step as torch's attention sees it, planned on the host once per family and step.
 
-Takes `AttentionMetadata` whose tensors are on a CPU; gives what every layer of the family gathers
-and masks, in groups. Knows nothing of requests, heads or models.
+Takes `AttentionMetadata` whose tensors are on a CPU; gives the gathers and masks, in groups, that
+every layer of the family uses. Knows nothing of requests, heads or models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 SEEN, HIDDEN = np.float32(0), np.float32(-np.inf)
-"""What is added to a score."""
+"""Added to a score: SEEN to a visible one, HIDDEN to a masked one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,18 @@ class DecodeGroup:
     """Decoding rows that are gathered and attend together."""
 
     rows: slice
-    """Of the decode order."""
+    """Positions in decode order."""
     shared_pages: Tensor
-    """int64 [num_prefixes * num_shared]: full pages that rows begin with, often none."""
+    """int64 [num_prefixes * num_shared]: full pages at the start of the rows, often none."""
     num_prefixes: int
-    """Rows lie prefix by prefix."""
+    """Rows are ordered by prefix."""
     cells: Tensor | None
-    """int64 [num_prefixes * most rows of a prefix]: rows prefix by prefix, padded with some of
-    their own; None where all have as many."""
+    """int64 [num_prefixes * most rows of a prefix]: rows ordered by prefix, padded with rows of the
+    same prefix. None if all prefixes have equally many rows."""
     places: Tensor | None
-    """int64: which of the cells are no padding."""
+    """int64: indexes of the cells that are not padding."""
     pages: Tensor
-    """int64 [num_rows * num_pages] behind the shared ones."""
+    """int64 [num_rows * num_pages] after the shared pages."""
     bias: Tensor
     """[num_rows, 1, 1, num_keys]: 0 where a row sees the key, -inf where it does not."""
 
@@ -59,7 +59,7 @@ class PrefillGroup:
     num_seqs: int
     num_queries: int
     context_len: int
-    """Counted from the first of `pages`, as the last query sees it without a window."""
+    """Counted from the first of `pages`: what the last query would see without a window."""
     pages: Tensor
     """int64 [num_seqs * num_pages]"""
 
@@ -71,15 +71,15 @@ class GroupedRows:
     slot_mapping: SlotMapping
     num_decodes: int
     decode_order: Tensor | None
-    """int64: decoding rows by what they begin with and from long to short, without those that only
-    pad; None where all of them already lie so."""
+    """int64: decoding rows ordered by prefix and from long to short, without padding rows. None if
+    they are already in this order."""
     decode_groups: tuple[DecodeGroup, ...]
     prefill_groups: tuple[PrefillGroup, ...]
     window: int
 
 
 def group_rows(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> GroupedRows:
-    """What depends on no layer; `dtype` is the queries'."""
+    """Prepare what no layer changes; `dtype` is that of the queries."""
     table, lens = _int64s(rows.page_table), _int64s(rows.context_lens)
     count = rows.num_decodes
     order, decodes = _group_decodes(table[:count], lens[:count], rows.window, page_size, dtype)
@@ -142,7 +142,7 @@ def _group(
     page_size: int,
     dtype: torch.dtype,
 ) -> DecodeGroup:
-    """Of plans that attend together; `begins` and `ends` are in the decode order."""
+    """Takes plans that attend together; `begins` and `ends` count in decode order."""
     rows = slice(plans[0].start, plans[-1].stop)
     shared = np.stack([plan.shared for plan in plans])
     longest = max(plan.pages.shape[1] for plan in plans)
@@ -172,13 +172,14 @@ def _group(
 
 
 def _padded(pages: Int64s, longest: int) -> Int64s:
-    """With each row's first page repeated, which is its own."""
+    """Pads with each row's own first page."""
     more = longest - pages.shape[1]
     return np.concatenate((pages, np.repeat(pages[:, :1], more, axis=1)), axis=1)
 
 
 def _bias(begins: Int64s | None, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """0 for the keys [begin, end) of each row, -inf for others; None: all begin with the first."""
+    """0 for the keys [begin, end) of each row, -inf for others. None if all begin with the first
+    key."""
     keys = np.arange(num_keys)
     is_seen = keys < ends[:, None]
     if begins is not None:

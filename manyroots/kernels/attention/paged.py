@@ -1,11 +1,11 @@
 """One step as the layers of one family see it: tensors on the device, nothing grouped.
 
-`AttentionMetadata` is what attention is told of a step, once per family of layers that share a page
-table and a window; each set of kernels prepares it in its own way. `PreparedAttention` is what the
-reference and Triton make of it: nothing in it depends on the lengths' values, so that a captured
-graph serves any of them.
+`AttentionMetadata` describes a step to attention, once per family of layers that share a page table
+and a window. Each set of kernels prepares it in its own way. `PreparedAttention` is the form that
+the reference and Triton use. Nothing in it depends on the values of lengths, so one captured graph
+serves any lengths.
 
-Sequences lie one after the other, those with one query that only decode first:
+Sequences follow each other. Sequences that decode, with one query each, come first:
 
     tokens            | d0 | d1 | d2 | p0 ........ | p1 .... |
     num_decodes = 3
@@ -25,56 +25,57 @@ from torch import Tensor
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 MANY_DECODES = 64
-"""Beyond, rows that decode begin longest first."""
+"""With more rows than this, decoding rows start longest first."""
 QUERY_BLOCK = 128
 MEMBERS = 16
-"""Most rows of a group that read what they share together."""
+"""Most rows of a group that read a shared prefix together."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes:
-    """Which rows begin with the same full pages, so that those are read once for all of them. Says
-    how to compute, not what: a kernel may ignore it. Made by `sharing.py`."""
+    """Rows that start with the same full pages, so that a kernel can read these pages once for all
+    of them. This only affects how results are computed: a kernel may ignore it. Made by
+    `sharing.py`."""
 
     lens: Tensor
-    """int32 [num_rows]: tokens at a row's beginning that it shares; 0 for none."""
+    """int32 [num_rows]: shared tokens at the start of a row; 0 for none."""
     members: Tensor
-    """int32 [num_rows]: rows, one group behind the other."""
+    """int32 [num_rows]: rows, one group after the other."""
     blocks: Tensor
-    """int32 [max_blocks, 3]: the first of `members`, how many, and the tokens that they share; none
-    where a block is not used. At most MEMBERS of a group."""
+    """int32 [max_blocks, 3]: index of the first of `members`, their number, and the tokens that
+    they share. Unused blocks have no members. A block has at most MEMBERS members of one group."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What each sequence of a step sees through one family's page table, and where its tokens'
-    keys and values go."""
+    """The tokens that each sequence of a step sees through one family's page table, and where it
+    writes the keys and values of new tokens."""
 
     page_table: Tensor
-    """int32 [num_seqs, max_pages]. With a window, entries of pages that lie wholly in front of it
-    may be anybody's, or no page at all."""
+    """int32 [num_seqs, max_pages]. With a window, entries before the window may name another
+    request's page, or no page."""
     context_lens: Tensor
-    """int32 [num_seqs]: tokens a sequence's last query sees without a window, its own included; 0
-    for a row that only pads."""
+    """int32 [num_seqs]: tokens that a sequence's last query would see without a window, including
+    its own; 0 for a padding row."""
     num_decodes: int
-    """The first so many sequences have one query each."""
+    """This many sequences, the first ones, have one query each."""
     query_starts: Tensor | None
-    """int32 [num_seqs - num_decodes + 1]: the first token of each of the others, and the end; None
-    if all decode."""
+    """int32 [num_seqs - num_decodes + 1]: the first token of each remaining sequence, and the end.
+    None if all decode."""
     blocks: Tensor | None
     """int32 [num_blocks, 2] as `query_blocks` gives them; None if all decode."""
     slot_mapping: SlotMapping
-    """Of all tokens."""
+    """Page slots of all tokens."""
     window: int = 0
-    """A query sees the last so many tokens, its own included; 0: all."""
+    """A query sees this many last tokens, including its own; 0: all."""
     shared: SharedPrefixes | None = None
-    """Among those that decode; None with a window."""
+    """Prefixes shared by decoding rows; None with a window."""
     order: Tensor | None = None
-    """int32 [num_decodes]: rows that decode, in the order to begin them; None: as they come. Says
-    when, not what: where rows are many, the longest should not come last."""
+    """int32 [num_decodes]: the order in which decoding rows start; None: the given order. It
+    affects time only: with many rows, the longest should not start last."""
     is_padded: bool = False
-    """Whether tokens may be nobody's. `num_decodes` then counts rows without context, too, whose
-    place other sequences' tokens may have."""
+    """Whether tokens may belong to no sequence. `num_decodes` then also counts rows without
+    context, and other sequences' tokens may have their positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +85,28 @@ class DecodeRows:
     page_table: Tensor
     """int32 [num_rows, max_pages]"""
     context_lens: Tensor
-    """int32 [num_rows]: tokens a row sees, its own included; 0 for a row that only pads."""
+    """int32 [num_rows]: tokens that a row sees, including its own; 0 for a padding row."""
     shared: SharedPrefixes | None = None
     order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSegments:
-    """Sequences with any number of queries; their tokens lie one after the other."""
+    """Sequences with any number of queries; their tokens follow each other."""
 
     page_table: Tensor
     """int32 [num_seqs, max_pages]"""
     query_starts: Tensor
-    """int32 [num_seqs + 1]: places among the queries."""
+    """int32 [num_seqs + 1]: offsets into the queries."""
     context_lens: Tensor
-    """int32 [num_seqs]: tokens a sequence's last query sees."""
+    """int32 [num_seqs]: tokens that a sequence's last query sees."""
     query_blocks: Tensor
     """int32 [num_blocks, 2]: sequence, and its first query in this block of QUERY_BLOCK."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedAttention:
-    """`AttentionMetadata`, cut once per step into what decodes and what does not."""
+    """`AttentionMetadata`, split once per step into decoding and other sequences."""
 
     slot_mapping: SlotMapping
     num_decodes: int
@@ -116,7 +117,7 @@ class PreparedAttention:
 
 
 def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> PreparedAttention:
-    """What depends on no layer; once per family and step."""
+    """Prepare what no layer changes, once per family and step."""
     count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
     decodes = None
     if count:
@@ -130,7 +131,7 @@ def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> Prep
 
 
 def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Every sequence's queries cut into blocks of QUERY_BLOCK: int32 [num_blocks, 2], the sequence
+    """Cut every sequence's queries into blocks of QUERY_BLOCK: int32 [num_blocks, 2], the sequence
     and its first query in the block. The longest contexts come first."""
     counts = np.diff(np.asarray(query_starts))
     num_blocks = -(-counts // QUERY_BLOCK)
@@ -143,8 +144,8 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
 
 
 def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-    """`AttentionMetadata.order` of rows that decode: the longest should not come last.
-    None where they are few."""
+    """`AttentionMetadata.order` for decoding rows: the longest should not start last. None if there
+    are few."""
     if len(context_lens) <= MANY_DECODES:
         return None
     return np.argsort(-context_lens, kind="stable").astype(np.int32)

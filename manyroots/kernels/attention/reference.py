@@ -1,7 +1,7 @@
-"""Paged attention, naive and obviously right: what every faster version is compared with.
+"""Reference of paged attention, simple and easy to check; every faster version is compared with it.
 
 Takes one layer's pages, which hold this step's keys and values, and queries; gives the output.
-Loops over sequences, reads exactly the tokens each one sees, and computes in float32.
+Loops over sequences, reads exactly the tokens that each one sees, and computes in float32.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def attend(
     cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
-    is a `cap` (0: none)."""
+    are scores that take weight and add no value. With a `cap` (0: none), a score s becomes cap *
+    tanh(s / cap)."""
     out = torch.zeros_like(q)
     count, window = metadata.num_decodes, metadata.window
     if metadata.decodes is not None:
         out[:count] = decode_attention(
             q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks, cap=cap
         )
-    if metadata.prompts is not None:  # where they give something, the others gave zeros
+    if metadata.prompts is not None:  # each half is zero where the other half has results
         out += prefill_attention(
             q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks, cap=cap
         )
@@ -45,7 +45,7 @@ def attend(
 
 def _seen_by(layer_kv: Tensor, pages: Tensor, visible: int, window: int) -> tuple[Tensor, Tensor]:
     """The last `window` (0: all) of a sequence's first `visible` keys and values, in order, each
-    [num_tokens, kv_heads, head_dim]; no page that holds none of them is touched."""
+    [num_tokens, kv_heads, head_dim]. Reads only pages that hold some of them."""
     page_size = layer_kv.shape[2]
     first = max(0, visible - window) if window else 0
     first_page = first // page_size
@@ -77,7 +77,8 @@ def _attend_one(
 
 
 def _as_shared(rows: DecodeRows, page_size: int) -> Tensor:
-    """The page table, in which what a row shares is where its group's first member has it."""
+    """The page table in which each row's shared entries are replaced by those of its group's first
+    member."""
     if rows.shared is None:
         return rows.page_table
     table, members = rows.page_table.clone(), rows.shared.members.long()
@@ -100,7 +101,7 @@ def decode_attention(
     cap: float = 0.0,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
-    all). `sinks` [heads] are scores that take weight and give nothing."""
+    all). `sinks` [heads] are scores that take weight and add no value."""
     out = torch.zeros_like(q)
     table = _as_shared(rows, layer_kv.shape[2])
     for row, context_len in enumerate(rows.context_lens.tolist()):
@@ -120,8 +121,8 @@ def prefill_attention(
     sinks: Tensor | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal. Zeros for
-    queries of no sequence."""
+    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal. Queries of no
+    sequence give zeros."""
     out = torch.zeros_like(q)
     starts = segments.query_starts.tolist()
     for seq, context_len in enumerate(segments.context_lens.tolist()):

@@ -1,8 +1,8 @@
-"""Which rows of a step begin with the same pages, found once per step on the host.
+"""Finds rows of a step that start with the same pages, once per step on the host.
 
-Takes page tables and lengths as numpy arrays; gives groups, and the arrays by which a kernel reads
-what a group shares once for all of its rows. A page that two rows have is the same tokens behind
-the same tokens, whoever put it there. Knows nothing of tensors, requests or layers.
+Takes page tables and lengths as numpy arrays. Gives groups, and the arrays with which a kernel
+reads a group's shared pages once for all of its rows. Equal pages imply equal tokens before them,
+whichever request wrote them. Knows nothing of tensors, requests or layers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ Int64s = npt.NDArray[np.int64]
 
 MIN_ROWS = 4
 MIN_PAGES = 4
-"""Below these, reading a prefix once for several rows costs more than it saves."""
+"""Below these limits, reading a prefix once for several rows costs more than it saves."""
 MIN_SAVED_TOKENS = 8192
 MIN_SAVED_SHARE = 0.2
-"""Of all that the rows see: below, a second launch and the merging cost more than it saves."""
+"""Share of all tokens that the rows see. Below it, a second launch and the merge cost more than
+they save."""
 MAX_DEPTH = 8
-"""How often a group is cut into groups that share more. Bounds the time it takes."""
+"""How often a group is split into groups that share more; bounds the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,14 @@ class PrefixGroup:
 
     @property
     def num_saved(self) -> int:
-        """Pages that need not be read again."""
+        """Pages that are not read again."""
         return (len(self.members) - 1) * self.num_pages
 
 
 def shared_groups(table: Int32s, rows: Int32s, lens: Int64s, page_size: int) -> list[PrefixGroup]:
-    """Groups that save much, none of which have a member in common; none where it is not worth
-    while. `table` [any rows, pages]; members are places in `rows`, whose sequences see `lens`
-    tokens and always have some of their own."""
+    """Disjoint groups that save enough; none if it is not worthwhile. `table` is [any rows, pages].
+    Members are indexes into `rows`, whose sequences see `lens` tokens and always have some unshared
+    tokens."""
     most = (lens - 1) // page_size
     long = np.flatnonzero(most >= MIN_PAGES)
     if len(long) < MIN_ROWS:
@@ -62,7 +63,8 @@ def shared_groups(table: Int32s, rows: Int32s, lens: Int64s, page_size: int) -> 
 def _best(
     table: Int32s, rows: Int32s, most: Int64s, members: Int64s, depth: int
 ) -> list[PrefixGroup]:
-    """Of members that have the first page in common: one group, or several that share more."""
+    """Split members that have the first page in common into one group, or several that share
+    more."""
     limit = int(most[members].min())
     tables = table[rows[members], :limit]
     same = (tables == tables[0]).all(axis=0)
@@ -80,7 +82,7 @@ def _best(
 
 
 def _alike(members: Int64s, pages: Int32s) -> list[Int64s]:
-    """The members of each page that enough of them have."""
+    """The members of each page that enough rows have."""
     order = np.argsort(pages, kind="stable")
     changes = np.flatnonzero(np.diff(pages[order])) + 1
     bounds = np.concatenate(([0], changes, [len(order)]))
@@ -89,14 +91,15 @@ def _alike(members: Int64s, pages: Int32s) -> list[Int64s]:
 
 
 def most_blocks(num_rows: int) -> int:
-    """How many blocks the groups of so many rows can have: each but a group's last is full."""
+    """The most blocks that groups of this many rows need: every block but a group's last is
+    full."""
     return max(1, num_rows // MIN_ROWS)
 
 
 def shared_arrays(
     groups: Sequence[PrefixGroup], num_rows: int, page_size: int
 ) -> tuple[Int32s, Int32s, Int32s]:
-    """`lens`, `members` and `blocks` of `SharedPrefixes`; what they have no use for is zero."""
+    """`lens`, `members` and `blocks` of `SharedPrefixes`; unused entries are zero."""
     lens, members = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     blocks = np.zeros((most_blocks(num_rows), 3), np.int32)
     at = block = 0

@@ -1,13 +1,13 @@
-"""Paged attention with torch's own operators: the path of every CPU.
+"""Paged attention with torch's operators; used on every CPU.
 
-Same signatures as `reference.py`. Gathers the pages of a group of sequences and hands them to
-torch's fused attention. The query heads that share a kv head are laid out as further queries of
-that head (measured on a CPU: half the time of `enable_gqa` for decoding, the same for prefill).
+Same signatures as `reference.py`. Gathers the pages of a group of sequences and passes them to
+torch's fused attention. The query heads that share a kv head become further queries of that head.
+Measured on a CPU, decoding takes half the time of `enable_gqa`, and prefill the same.
 
-Whole pages are read and their tails masked. That is exact only if what lies there is finite, so
-`qk_rope_kv_write` clears a page when its first token is written: a sequence that went to NaN can
-spoil its own output, never that of the next owner of its pages. Of a window, pages that no query of
-a group sees are not read at all.
+Whole pages are read and their tails masked. This is exact only if the tails are finite.
+`qk_rope_kv_write` therefore clears a page when it writes its first token. A sequence with NaNs can
+spoil its own output, but not that of the next owner of its pages. With a window, pages that no
+query of a group sees are not read.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.scratch import scratch
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What `F.scaled_dot_product_attention` comes to on a CPU, with the sums of exponentials."""
+"""What `F.scaled_dot_product_attention` calls on a CPU; it also returns the sums of
+exponentials."""
 
 
 class _Scores(NamedTuple):
-    """What is done to the products of queries and keys before softmax."""
+    """The change of query-key products before softmax."""
 
     scale: float
     cap: float
@@ -35,11 +36,11 @@ class _Scores(NamedTuple):
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output, and logarithms of the sums of exponentials."""
+        """The output, and the logarithms of the sums of exponentials."""
         if not self.cap:
             attended, sums = _fused(q, keys, values, attn_mask=bias, scale=self.scale)
             return attended, sums
-        # The library has no operator for it.
+        # The library has no operator with a cap.
         scores = torch.matmul(q, keys.transpose(-1, -2)).float() * (self.scale / self.cap)
         scores = torch.tanh(scores) * self.cap
         if bias is not None:
@@ -50,7 +51,7 @@ class _Scores(NamedTuple):
 
 
 def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> GroupedRows:
-    """What depends on no layer; once per family and step."""
+    """Prepare what no layer changes, once per family and step."""
     return group_rows(rows, page_size, dtype)
 
 
@@ -63,8 +64,8 @@ def attend(
     cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
-    is a `cap` (0: none)."""
+    are scores that take weight and add no value. With a `cap` (0: none), a score s becomes cap *
+    tanh(s / cap)."""
     by_kv_head = None if sinks is None else sinks.float().view(layer_kv.shape[-2], -1)
     scores = _Scores(scale, cap)
     count = metadata.num_decodes
@@ -92,7 +93,7 @@ def _decode(
         return pieces[0]
     if order is None:
         return torch.cat(pieces)
-    # Rows that only pad see nothing.
+    # Padding rows see nothing.
     out = torch.empty_like(q) if len(order) == len(q) else torch.zeros_like(q)
     return out.index_copy_(0, order, torch.cat(pieces)) if pieces else out
 
@@ -106,7 +107,7 @@ def _decode_group(
     else:
         keys, values = _gather(layer_kv, group.pages, len(q), q.dtype)
         attended = _attended(heads_as_queries, keys, values, group.bias, scores, sinks)
-    return attended.reshape(q.shape).to(q.dtype)  # beside sinks it is in float32
+    return attended.reshape(q.shape).to(q.dtype)  # float32 if there are sinks
 
 
 def _decode_sharing(
@@ -141,13 +142,14 @@ def _decode_sharing(
 def _attended(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scores: _Scores, sinks: Tensor | None
 ) -> Tensor:
-    """q [seqs, kv_heads, queries, head_dim]; `sinks` [kv_heads, queries], or for any seq alike."""
+    """q [seqs, kv_heads, queries, head_dim]; `sinks` [kv_heads, queries], or one value for all
+    seqs."""
     attended, sums = scores.attend(q, keys, values, bias)
     return attended if sinks is None else _beside_sinks(attended, sums, sinks)
 
 
 def _beside_sinks(attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
-    """What keys and values give, less the weight that the sinks take; in float32. `sums` are
+    """The attention output reduced by the weight that the sinks take, in float32. `sums` are
     logarithms of the keys' sums of exponentials."""
     return attended * torch.sigmoid(sums - sinks).unsqueeze(-1)
 
@@ -194,7 +196,7 @@ def _gather(
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of whole pages, each [num_seqs, kv_heads, num_keys, head_dim]."""
     kept = layer_kv.dtype
-    if kept is not dtype:  # in FP8, which few operators know
+    if kept is not dtype:  # FP8, which few operators support
         layer_kv = layer_kv.view(torch.uint8)
     page_size, kv_heads, head_dim = layer_kv.shape[-3:]
     shape = (pages.shape[0], page_size, kv_heads, head_dim)

@@ -1,7 +1,8 @@
-"""Paged attention in Triton: decode, split over the history; prefill is in `triton_prefill.py`.
+"""Paged attention in Triton. This module splits decoding over the history; prefill is in
+`triton_prefill.py`.
 
-Same signatures as `reference.py`. Reads exactly the tokens a query sees, so what lies in the rest
-of a page never matters. Scores are kept in units of log2, because exp2 is what the chip has.
+Same signatures as `reference.py`. Reads exactly the tokens that a query sees, so the rest of a page
+never matters. Scores are in units of log2, because the chip computes exp2.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 LOG2_E = math.log2(math.e)
 MOST_PARTS = 16
-"""Of a row."""
+"""Most parts of a row's history."""
 BLOCK_T = 32
-"""Tokens of a step of a program."""
+"""Tokens that a program reads in one iteration."""
 SHARED_PARTS = 4
-"""Into how many parts what rows share is cut at most."""
+"""Most parts of a shared prefix."""
 SHARED_STEP = 64
 MAX_SHARED_QUERIES = 64
-"""Rows times heads of a program that reads what is shared."""
+"""Rows times heads of a program that reads a shared prefix."""
 FEW_PROGRAMS = 256
-"""Fewer rows times heads than this leave a program alone on its multiprocessor, and it must hide
-its own latency; with more, programs hide each other's, and small ones fit in greater number."""
+"""With fewer rows times heads, a program is alone on its multiprocessor and must hide its own
+latency. With more, programs hide each other's latency, and more small programs fit."""
 TWO_PARTS_FIT = 264
-"""Rows times heads of which a chip has room for two programs each that load three tiles ahead."""
+"""Up to this many rows times heads, a chip has room for two programs each that load three tiles
+ahead."""
 
 
 @triton.jit
@@ -55,8 +57,8 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 def _take_in(
     query, keys_at, part_stride, ok, best, total, acc, scale, inner, HAS_CAP: tl.constexpr
 ):
-    """Take in the tokens at `keys_at` that are `ok` (at least one is): the best score so far, the
-    sum of weights, and of values."""
+    """Accumulate the tokens at `keys_at` that are `ok` (at least one is) into the best score, the
+    sum of weights and the sum of values."""
     keys = tl.load(keys_at, mask=ok[:, None], other=0.0).to(query.dtype)
     values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0).to(query.dtype)
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
@@ -82,8 +84,8 @@ def _decode(
     NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's history for the heads of a group; who is last merges the parts, with
-    those that `_shared` has left of what the row shares."""
+    """Attend to one part of a row's history for the heads of a group. The last program of a row
+    merges the parts, including those that `_shared` computed."""
     log2_e: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -99,8 +101,8 @@ def _decode(
         num_before = num_shared_parts(begin, NUM_SHARED, SHARED_STEP)
     per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_T), NUM_SPLITS) * BLOCK_T
     if begin + split * per_split >= context:
-        # Not before the kernels in front are done: where no row decodes, nobody else waits for
-        # them, and the next kernel waits for this one alone.
+        # Wait for the kernels before this one. The next kernel waits only for this one, so it
+        # relies on this wait even if no row decodes.
         wait_for_inputs(DEPENDENT)
         return
     num_used = tl.cdiv(context - begin, per_split)
@@ -112,7 +114,7 @@ def _decode(
     page_table += row * table_row
     early = tl.minimum(first + tl.arange(0, BLOCK_T), last - 1)
     page = tl.load(page_table + early // PAGE_SIZE)
-    # Asked for now, read after the wait: the newest token's are still to be written.
+    # Loaded now and read after the wait: the newest token's page entry is not written yet.
     lines = tl.arange(0, PREFETCH_LINES) * (HEAD_DIM // PREFETCH_LINES)
     early_at = page.to(tl.int64) * page_stride + early % PAGE_SIZE * token_stride
     prefetch(layer_kv + early_at[:, None] + lines[None, :], DEPENDENT)
@@ -134,7 +136,7 @@ def _decode(
         t = at + tl.arange(0, BLOCK_T)
         ok = t < last
         if PAGES_AHEAD:
-            # These pages were looked up a tile ago: their keys wait for no other load.
+            # These pages were looked up one tile ago, so their keys wait for no other load.
             token_at = page.to(tl.int64) * page_stride + t % PAGE_SIZE * token_stride
             page = tl.load(page_table + tl.minimum(t + BLOCK_T, last - 1) // PAGE_SIZE)
             keys_at = layer_kv + token_at[:, None] + d[None, :]
@@ -152,12 +154,12 @@ def _decode(
         slot = row_head * MAX_PARTS + num_before + split
         tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
         tl.store(sums + slot, best + tl.log2(total), mask=g < GROUP)
-        # All of this program's stores, then the count: who counts last sees everybody's.
+        # Store all results, then count: the program that counts last sees all results.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + row * NUM_KV + kv_head, 1, sem="acq_rel")
         if arrived == num_used - 1:
             tl.store(counters + row * NUM_KV + kv_head, 0)
-            # Heads past the last are the last once more.
+            # Heads past the last repeat the last head.
             mine = tl.minimum(tl.arange(0, GROUP_POW), GROUP - 1) + kv_head * GROUP
             _merge(
                 partial, sums, out, row.to(tl.int64) * (NUM_KV * GROUP) + mine,
@@ -167,13 +169,13 @@ def _decode(
 
 @triton.jit
 def per_shared_part(num_tokens, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr):
-    """How many tokens of a shared beginning one program takes."""
+    """Tokens of a shared prefix that one program takes."""
     return tl.cdiv(tl.cdiv(num_tokens, SHARED_STEP), NUM_SHARED) * SHARED_STEP
 
 
 @triton.jit
 def num_shared_parts(num_tokens, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr):
-    """Into how many parts a shared beginning is cut; 0 if there is none."""
+    """Number of parts of a shared prefix; 0 if there is none."""
     each = per_shared_part(num_tokens, NUM_SHARED, SHARED_STEP)
     return tl.cdiv(num_tokens, tl.maximum(each, 1))
 
@@ -187,9 +189,9 @@ def _shared(
     NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of what some rows share, for the heads of a group of each of them."""
+    """Attend to one part of a shared prefix for the heads of a group of each of its rows."""
     let_next_begin(DEPENDENT)
-    # Before anybody leaves: the next kernel waits for this one alone.
+    # Wait before any program exits: the next kernel waits only for this one.
     wait_for_inputs(DEPENDENT)
     split, kv_head = tl.program_id(0), tl.program_id(1)
     pieces: tl.constexpr = MEMBERS * GROUP_POW // BLOCK_M
@@ -209,7 +211,7 @@ def _shared(
     row_head = row * (NUM_KV * GROUP) + kv_head * GROUP + g
     d = tl.arange(0, HEAD_DIM)
     query = tl.load(q + row_head[:, None] * HEAD_DIM + d[None, :], mask=ok[:, None], other=0.0)
-    # All of them have these pages; the first one's table says which.
+    # All rows have these pages; read the first row's table.
     page_table += tl.load(members + start).to(tl.int64) * table_row
     layer_kv += kv_head * HEAD_DIM
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -235,7 +237,7 @@ def _merge(
     partial, sums, out, head, num_used,
     NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a group of heads into one: a few parts of every head at a time."""
+    """Merge the parts of a group of heads, a few parts of every head at a time."""
     few: tl.constexpr = 4 if NUM_SPLITS > 4 else NUM_SPLITS
     s = tl.arange(0, NUM_SPLITS)
     all_sizes = tl.load(
@@ -261,22 +263,22 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
-    """How histories are cut up; found by measurement."""
+    """Tile sizes for histories; found by measurement."""
 
     parts: int
-    """Of a row, at most."""
+    """Most parts of a row."""
     tokens: int
-    """Of a step of a program."""
+    """Tokens of one iteration."""
     num_warps: int
     num_stages: int
     pages_ahead: bool
-    """Whether pages are looked up a tile before they are read."""
+    """Whether pages are looked up one tile before they are read."""
 
 
 def tiling_for(
     num_rows: int, kv_heads: int, head_dim: int, window: int, is_half: bool
 ) -> DecodeTiling:
-    """What was fastest on an H200. `is_half`: queries and pages have one dtype of two bytes."""
+    """The fastest sizes on an H200. `is_half`: queries and pages share a dtype of two bytes."""
     count = num_rows * kv_heads
     wide = max(1, head_dim // 128)
     if FEW_PROGRAMS <= count <= TWO_PARTS_FIT and is_half and wide == 1:
@@ -289,7 +291,7 @@ def tiling_for(
 
 
 def _num_parts(wanted: int, window: int, tokens: int) -> int:
-    """A power of two, and no more than there are tiles in a window (0: no window)."""
+    """A power of two, at most the number of tiles in a window (0: no window)."""
     most = min(MOST_PARTS, triton.cdiv(window, tokens) or MOST_PARTS)
     return 1 << (min(wanted, most) - 1).bit_length()
 
@@ -303,9 +305,9 @@ def attend(
     cap: float = 0.0,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
-    are scores that take weight and give nothing. Scores s become cap * tanh(s / cap), where there
-    is a `cap` (0: none)."""
-    # What is nobody's is zero: a layer behind this one may choose by it.
+    are scores that take weight and add no value. With a `cap` (0: none), a score s becomes cap *
+    tanh(s / cap)."""
+    # Rows of no sequence are zero, because a later layer may route tokens by their values.
     out = torch.zeros_like(q) if metadata.is_padded else torch.empty_like(q)
     count, window = metadata.num_decodes, metadata.window
     if metadata.decodes is not None:
@@ -334,7 +336,7 @@ def decode_attention(
     tiling: DecodeTiling | None = None,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
-    all). `sinks` [heads] are scores that take weight and give nothing."""
+    all). `sinks` [heads] are scores that take weight and add no value."""
     num_rows, heads, head_dim = q.shape
     page_size, kv_heads = layer_kv.shape[2:4]
     group = heads // kv_heads
@@ -345,7 +347,7 @@ def decode_attention(
     num_shared = 0 if shared is None else SHARED_PARTS
     max_parts = triton.next_power_of_2(cut.parts + num_shared)
     shape = (num_rows * heads * max_parts,)
-    # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
+    # Not `scratch`: a captured graph keeps its allocations, and a growing buffer would move.
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(shape, dtype=torch.float32, device=q.device)
     group_pow = triton.next_power_of_2(group)
@@ -357,7 +359,7 @@ def decode_attention(
         "SHARED_STEP": SHARED_STEP, "HAS_CAP": cap > 0.0, **launch_options(q.device),
     }  # fmt: skip
     if shared is not None:
-        # No fewer than a matrix instruction takes, no more than registers hold.
+        # At least what a matrix instruction takes, at most what registers hold.
         block_m = max(16, min(MAX_SHARED_QUERIES, MEMBERS * group_pow))
         pieces = MEMBERS * group_pow // block_m
         _shared[(SHARED_PARTS, kv_heads, shared.blocks.shape[0] * pieces)](

@@ -1,16 +1,16 @@
-"""Chunked prefill over pages on Hopper GPUs, in Gluon: FlashAttention-3's way of dividing the work.
+"""Chunked prefill over pages on Hopper GPUs, in Gluon; divides the work like FlashAttention-3.
 
-Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton_prefill.py`.
-A program has a block of 128 queries of one head, in four parts that run beside each other:
+Same signature as `reference.py`, for inputs that `is_for` accepts; `triton_prefill.py` takes the
+rest. A program has a block of 128 queries of one head and four parts that run concurrently:
 
-    two warps     ask the copy engine for pages, tile by tile, into rings of shared memory, one of
-                  them for keys and the other for values: to ask takes longer than to copy
-    twice 4 warps have 64 queries each: a tile's scores are multiplied while the weights of the tile
-                  before are multiplied with its values, and made into weights beside that
+    two warps     start copies of pages, tile by tile, into rings of shared memory; one warp loads
+                  keys and one values, because issuing a copy takes longer than the copy
+    twice 4 warps have 64 queries each; they compute a tile's scores while the previous tile's
+                  weights are multiplied with its values, and apply softmax beside that
 
-Tiles go from the last to the first, so that those which some query does not wholly see come first.
-Scores are in units of log2, because exp2 is what the chip has. Whole pages are read: what lies in
-the last one behind the last token is cleared before it is used.
+Tiles run from last to first, so that partly visible tiles come first. Scores are in units of log2,
+because the chip computes exp2. Whole pages are read; the part of the last page after the last token
+is cleared before use.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from manyroots.kernels.launch import is_hopper
 
 LOG2_E = math.log2(math.e)
 HALF = gl.constexpr(QUERY_BLOCK // 2)
-"""Queries of four warps: what one matrix instruction takes."""
+"""Queries of four warps: one matrix instruction's rows."""
 HEAD_DIM = 128
 BLOCK_T = 128
 """Tokens of a tile."""
 PAGE_SIZES = (16, 32, 64, 128)
 STAGES = 3
-"""Tiles that are there or on their way."""
+"""Tiles that are loaded or being loaded."""
 COMPUTE_REGISTERS = gl.constexpr(240)
 COPY_REGISTERS = gl.constexpr(24)
-"""Of a thread; with the first four warps' share it is all that a multiprocessor has."""
+"""Registers of a thread; together with those of the first four warps they fill a multiprocessor."""
 LONG = 1536
-"""Queries of a sequence, on average, from which on this is faster. On an H200 16 prompts of 512
-tokens take 165 us here and 143 in smaller programs, one of 4096 tokens 267 and 299."""
+"""This kernel is faster from this average number of queries per sequence on. On an H200, 16 prompts
+of 512 tokens take 165 us here and 143 us in smaller programs. One prompt of 4096 tokens takes 267
+and 299 us."""
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
 
 
 @gluon.jit
 def _look_up(table, tile, last_page, PAGE_SIZE: gl.constexpr, BLOCK_T: gl.constexpr):
-    """The pages of a tile; those behind the last are the last once more."""
+    """The pages of a tile; entries past the last page repeat it."""
     pages = ()
     for j in gl.static_range(BLOCK_T // PAGE_SIZE):
         at = tile * (BLOCK_T // PAGE_SIZE) + j
@@ -67,7 +68,7 @@ def _ask_for(
     desc, ring, at, pages, column,
     PAGE_SIZE: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile's pages into the ring, as its `at`-th, as soon as its place is free."""
+    """Copy a tile's pages into the ring as number `at`, as soon as its slot is free."""
     tiles, full, empty = ring
     stage = at % STAGES
     mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
@@ -83,10 +84,10 @@ def _ask_for(
 def _find(
     item, query_blocks, query_starts, context_lens, NUM_HEADS: gl.constexpr, BLOCK_T: gl.constexpr
 ):  # fmt: skip
-    """An item of work is a block of queries of a head: the head, the sequence, the block's first
-    row, how many rows are queries, the first one's position, the tokens of the sequence, and of
-    the tiles that are seen, how many there are and how many are seen by all. Blocks of nobody
-    have no tiles."""
+    """An item of work is a block of queries of one head. Returns the head, the sequence, the
+    block's first row, its number of queries, the first query's position, and the sequence's tokens.
+    Then the number of visible tiles, and of those that all queries see. Blocks of no sequence have
+    no tiles."""
     head, block = item % NUM_HEADS, item // NUM_HEADS
     seq = gl.load(query_blocks + 2 * block)
     first_query = gl.load(query_blocks + 2 * block + 1)
@@ -102,14 +103,15 @@ def _find(
 
 @gluon.jit
 def _nth_item(k):
-    """Of this program. Items come largest first, so that every other round goes backwards."""
+    """The items of this program. Items are sorted from largest to smallest, so every second round
+    runs backwards."""
     at, num_programs = gl.program_id(0), gl.num_programs(0)
     return k * num_programs + gl.where(k % 2 == 0, at, num_programs - 1 - at)
 
 
 @gluon.jit
 def _ask_for_queries(desc, queries, asked, row, column):
-    """Copy an item's queries as soon as nobody needs the last item's."""
+    """Copy an item's queries as soon as the last item's queries are no longer in use."""
     places, full, empty = queries
     for half in gl.static_range(2):
         mbarrier.wait(empty.index(half), (asked & 1) ^ 1)
@@ -123,7 +125,8 @@ def _copy(
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, WITH_QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """The part of one warp: keys and queries, or values. Pages are looked up a tile ahead."""
+    """The role of one warp: load keys and queries, or values. Pages are looked up one tile
+    ahead."""
     count, asked = 0, 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
@@ -141,7 +144,7 @@ def _copy(
                     ahead = _look_up(table, gl.maximum(tile - 1, 0), last_page, PAGE_SIZE, BLOCK_T)
                     _ask_for(desc, ring, count + i, pages, column, PAGE_SIZE, BLOCK_T, STAGES)
                     if WITH_QUERIES:
-                        if i == 0:  # behind the keys: the last item's may be in use for some time
+                        if i == 0:  # after the keys: the last item may still use its queries
                             _ask_for_queries(q_desc, queries, asked, first_row, head * HEAD_DIM)
                     pages = ahead
                 asked += 1
@@ -153,13 +156,13 @@ def _weigh(
     scores, position, tile, best, total, scale,
     BLOCK_T: gl.constexpr, MASKED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile's scores, the best score and the sum of weights so far, and by how much
-    what was summed up before shrinks."""
+    """Turn a tile's scores into weights. Also returns the best score and sum of weights so far, and
+    the factor for earlier sums."""
     if MASKED:
         t = tile * BLOCK_T + gl.arange(0, BLOCK_T, gl.SliceLayout(0, layout))
         scores = gl.where(t[None, :] <= position[:, None], scores, float("-inf"))
     higher = gl.maximum(best, gl.max(scores, 1) * scale)
-    # A query that has seen nothing so far would have -inf - -inf here.
+    # A query that has seen no key yet would compute -inf - -inf here.
     anchor = gl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     shrink = gl.exp2(best - anchor)
     weights = gl.exp2(scores * scale - anchor[:, None])
@@ -171,7 +174,7 @@ def _score(
     at, query, keys, turns, half,
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Begin a tile's scores when it is this half's turn."""
+    """Start a tile's scores when the other half has finished its own."""
     mbarrier.wait(turns.index(half), (at & 1) ^ half ^ 1)
     none = gl.zeros([HALF, BLOCK_T], gl.float32, layout)
     return warpgroup_mma(
@@ -185,7 +188,7 @@ def _step(
     BLOCK_T: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):  # fmt: skip
-    """The scores and weights of tile `at`, and the values of the one before."""
+    """Compute the scores and weights of tile `at`, and the values of the tile before it."""
     before = (at - 1) % STAGES
     weights = gl.convert_layout(weights.to(query.dtype), gl.DotOperandLayout(0, o_layout, 2))
     scores = _score(at, query, keys, turns, half, BLOCK_T, STAGES, s_layout)
@@ -197,9 +200,10 @@ def _step(
     weights, best, total, shrink = _weigh(
         scores, position, end - 1 - at, best, total, scale, BLOCK_T, MASKED, s_layout
     )
-    # The next tile's keys are waited for here because a wait is a branch: the assembler would
-    # make the weights behind the products they should run beside, but not across a branch. Behind
-    # the last tile it is that one again, whose place is not taken before the queries' is free.
+    # Wait for the next tile's keys here, because a wait is a branch. The assembler would move the
+    # weights after the products that they should overlap, but not across a branch. After the last
+    # tile this waits for the same tile again; its slot is not reused before the queries are
+    # released.
     ahead = gl.minimum(at + 1, end - 1)
     mbarrier.wait(keys[1].index(ahead % STAGES), ahead // STAGES & 1)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
@@ -212,8 +216,8 @@ def _step(
 def _clear_behind(
     tile, first, context, HEAD_DIM: gl.constexpr, BLOCK_T: gl.constexpr,
 ):  # fmt: skip
-    """Zeros in the place of values of no token: nothing times such a value may be not a number.
-    Both halves do this, with the same result."""
+    """Write zeros over values of no token: zero times NaN is NaN. Both halves do this, with the
+    same result."""
     layout: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0]
     )
@@ -227,7 +231,8 @@ def _attend(
     begin, asked, found, queries, keys, values, turns, out, scale, half,
     NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of an item over all its tiles, the first of which is the ring's `begin`-th."""
+    """Attend with 64 queries of an item over all of its tiles; the first is number `begin` of the
+    ring."""
     head, _, first_row, num_rows, lowest, context, num_tiles, num_whole = found
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
@@ -285,7 +290,7 @@ def _compute(
     queries, keys, values, turns, work, out, scale, num_items, half,
     NUM_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The part of four warps: 64 queries of each item."""
+    """The role of four warps: 64 queries of each item."""
     count, asked = 0, 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
@@ -310,7 +315,7 @@ def _barriers(num: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit(
-    # Compiled once for all steps: it takes seconds.
+    # Compiled once for all steps, because compiling takes seconds.
     do_not_specialize=["table_row", "num_items"],
     do_not_specialize_on_alignment=["page_table", "query_starts", "context_lens", "query_blocks"],
 )
@@ -322,7 +327,7 @@ def _prefill(
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_T, HEAD_DIM], dtype)
-    # Places, of each whether it is full, and whether those who read it are done.
+    # Ring slots; for each, a barrier for 'full' and one for 'all readers done'.
     queries = (
         gl.allocate_shared_memory(dtype, [2, HALF, HEAD_DIM], q_desc.layout),
         _barriers(2, 1), _barriers(2, 1),
@@ -374,8 +379,8 @@ def is_for(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> bool:
-    """Whether this kernel takes such queries and pages, and is faster: bfloat16, heads of 128
-    numbers, no window and no sinks, pages that fill tiles, and long prompts."""
+    """Whether this kernel supports such queries and pages and is faster. It needs bfloat16, heads
+    of 128 numbers, no window, no sinks, pages that fill tiles, and long prompts."""
     page_size = layer_kv.shape[2]
     return (
         is_hopper(q.device)
@@ -404,7 +409,7 @@ def prefill_attention(
     num_heads, page_size, kv_heads = q.shape[1], *layer_kv.shape[2:4]
     out = torch.empty_like(q) if out is None else out
     num_items = num_heads * segments.query_blocks.shape[0]
-    # Launched plainly: it begins when the kernel before it is done.
+    # A plain launch: it starts when the kernel before it is done.
     _prefill[(min(num_items, _num_multiprocessors(q.device)),)](
         *descriptors(q, layer_kv), segments.page_table, segments.query_starts,
         segments.context_lens, segments.query_blocks, out, scale * LOG2_E,
@@ -416,8 +421,8 @@ def prefill_attention(
 
 
 def descriptors(q: Tensor, layer_kv: Tensor) -> list[object]:
-    """What the copy engine is told of queries, keys and values: their shapes, and boxes of half a
-    block of queries and of a page of one head."""
+    """Tensor descriptors of queries, keys and values for the copy engine: shapes, and boxes of half
+    a block of queries and of one head's page."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, _, page_size, kv_heads, _ = layer_kv.shape
     width = num_heads * head_dim

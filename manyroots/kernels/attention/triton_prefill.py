@@ -1,10 +1,10 @@
 """Chunked prefill over pages, in Triton: any number of queries per sequence, causal.
 
-Same signature as `reference.py`. A program has a block of queries of a few heads that share their
-keys and values, and goes over the tokens they see tile by tile. Only tiles that some query does not
-wholly see are masked: the last ones and, with a window, the first. Reads exactly the tokens a query
-sees; scores are in units of log2, because exp2 is what the chip has. What `triton_hopper.py` takes
-goes there.
+Same signature as `reference.py`. A program takes a block of queries of a few heads that share keys
+and values, and loops over their visible tokens tile by tile. It masks only tiles that some query
+sees in part: the last tiles and, with a window, the first. It reads exactly the tokens that a query
+sees. Scores are in units of log2, because the chip computes exp2. `triton_hopper.py` takes the
+inputs that it supports.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiling:
-    """How queries and tokens are cut up; found by measurement."""
+    """Tile sizes of queries and tokens; found by measurement."""
 
     queries: int
-    """Of each head; a divisor of QUERY_BLOCK."""
+    """Queries of each head; a divisor of QUERY_BLOCK."""
     tokens: int
     num_warps: int
     heads: int = 1
-    """Of a program; they share their keys and values."""
+    """Heads of a program; they share keys and values."""
     max_registers: int | None = None
-    """Of a thread, so that a multiprocessor has room for two programs."""
+    """Registers of a thread, so that two programs fit on a multiprocessor."""
 
 
 @triton.jit
@@ -45,15 +45,15 @@ def _over_tiles(
     PART_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_T: tl.constexpr,
     HAS_CAP: tl.constexpr, MASKED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Take in the tokens [begin, end): the best score so far, the sum of weights, and of values.
-    MASKED: not every query sees all of them; EDGE: because of a window, too."""
+    """Accumulate the tokens [begin, end) into the best score, the sum of weights and the sum of
+    values. MASKED: some query does not see all of them; EDGE: also because of a window."""
     i = tl.arange(0, BLOCK_T)
     for at in range(begin, end, BLOCK_T):
         t = at + i
         ok = t < context
-        if EDGE:  # what lies in front of the first query's window may be another's by now
+        if EDGE:  # pages before the first query's window may belong to another request by now
             ok &= t >= earliest
-        if BLOCK_T % PAGE_SIZE == 0:  # tiles begin with a page: most of this is outside the loop
+        if BLOCK_T % PAGE_SIZE == 0:  # tiles start with a page: mostly loop-invariant
             page_at = table + at // PAGE_SIZE + i // PAGE_SIZE
             in_page = i % PAGE_SIZE
         else:
@@ -79,7 +79,7 @@ def _over_tiles(
                 seen &= t[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1) * scale)
-        # A query that has seen nothing so far would have -inf - -inf here.
+        # A query that has seen no key yet would compute -inf - -inf here.
         anchor = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         shrink = tl.exp2(best - anchor)
         weights = tl.exp2(scores * scale - anchor[:, None])
@@ -106,7 +106,7 @@ def _prefill(
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(1) // PER_BLOCK
     seq = tl.load(query_blocks + 2 * block)
-    # Of a block's pieces the last sees the most, so it comes first.
+    # The last piece of a block sees the most keys, so it comes first.
     piece = PER_BLOCK - 1 - tl.program_id(1) % PER_BLOCK
     first_query = tl.load(query_blocks + 2 * block + 1) + piece * BLOCK_Q
     start = tl.load(query_starts + seq)
@@ -161,7 +161,7 @@ def _prefill(
 
 
 def score_factors(scale: float, cap: float) -> tuple[float, float]:
-    """What scores are multiplied with for exp2, and what goes into the tanh before that."""
+    """The factor of scores for exp2, and the factor inside the tanh before it."""
     return (cap * LOG2_E, scale / cap) if cap else (scale * LOG2_E, 1.0)
 
 
@@ -202,7 +202,7 @@ def prefill_attention(
 
 
 def _tiling_for(dtype: torch.dtype, head_dim: int, group: int) -> PrefillTiling:
-    """What was fastest on an H200; smaller where registers would not suffice."""
+    """The fastest sizes on an H200; smaller if registers would not suffice."""
     if dtype == torch.float32:
         return PrefillTiling(queries=32 if head_dim <= 128 else 16, tokens=16, num_warps=4)
     if head_dim > 128:

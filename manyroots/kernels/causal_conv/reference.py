@@ -1,8 +1,9 @@
-"""A causal convolution of each channel with the few tokens before; one sequence, one token a time.
+"""A causal convolution of each channel with the few tokens before; one sequence and token at a
+time.
 
-    y[t] = activation(bias + sum over j of weight[:, j] * x[t - (width - 1) + j])
+y[t] = activation(bias + sum over j of weight[:, j] * x[t - (width - 1) + j])
 
-What lies before a step's tokens is in the state: the last `width - 1` inputs, oldest first.
+The state holds the inputs before a step's tokens: the last `width - 1`, oldest first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The same by torch's operators, all sequences at once: as many products as the filter is wide.
+"""The causal convolution with torch's operators, all sequences at once: one product per filter tap.
 
-What each sequence remembers is put in front of its tokens, so that a token and those before it are
-neighbours whatever the step holds. Same signature as `reference.py`.
+Each sequence's state is placed in front of its tokens, so that a token and its predecessors are
+neighbours in any step. Same signature as `reference.py`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def _prompts(x: Tensor, weight: Tensor, before: Tensor, state: Tensor, rows: Sta
     sequence = torch.repeat_interleave(
         torch.arange(num_seqs, device=x.device), counts, output_size=num_tokens
     )
-    # Of all sequences' memories and tokens, one behind the other, where a token's own are.
+    # For each token, the index of its inputs among all sequences' states and tokens.
     at = torch.arange(num_tokens, device=x.device) + (sequence + 1) * num_before
     first = rows.starts[:-1].long() + torch.arange(num_seqs, device=x.device) * num_before
     offsets = torch.arange(num_before, device=x.device)
     joined = x.new_empty(num_tokens + num_seqs * num_before, x.shape[1])
     joined[at] = x
     joined[first[:, None] + offsets] = before.transpose(1, 2)
-    last = first + counts  # the newest `num_before` begin there
+    last = first + counts  # the newest `num_before` inputs start there
     state[rows.units] = joined[last[:, None] + offsets].transpose(1, 2)
     wide, filters = joined.float(), weight.float()
     sums = wide[at] * filters[:, -1]

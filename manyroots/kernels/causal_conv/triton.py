@@ -1,8 +1,8 @@
 """A causal convolution of each channel by itself, in Triton.
 
-Same signature as `reference.py`. A program has some channels of some tokens of one sequence. Where
-sequences have one token, it also moves the state on. A prompt's first tokens read the state that
-its last ones replace, so there a second launch moves it on.
+Same signature as `reference.py`. A program has some channels of some tokens of one sequence. If
+sequences have one token each, it also updates the state. A prompt's first tokens read the state
+that its last tokens replace, so a second launch updates it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _input(
     x, state, unit, first, at, cols, ok, fresh, x_row, x_group, state_unit, state_channel,
     GROUP: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """The inputs [tokens, channels] at places `at` of a sequence, whose own begin at 0."""
+    """Load the inputs [tokens, channels] at positions `at` of a sequence; its own tokens start at
+    0."""
     column = cols // GROUP * x_group + cols % GROUP
     own = x + (first + tl.maximum(at, 0)).to(tl.int64)[:, None] * x_row + column[None, :]
     found = tl.load(own, mask=ok & (at >= 0)[:, None], other=0.0).to(tl.float32)
@@ -79,14 +80,14 @@ def _move_on(
     x, state, unit, first, count, cols, col_ok, fresh, x_row, x_group, state_unit, state_channel,
     GROUP: tl.constexpr, BEFORE: tl.constexpr, PADDED_BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs of a sequence are its state."""
+    """Store the last inputs of a sequence as its state."""
     place = tl.arange(0, PADDED_BEFORE)
     ok = (place < BEFORE)[:, None] & col_ok[None, :]
     found = _input(
         x, state, unit, first, place + count - BEFORE, cols, ok, fresh, x_row, x_group, state_unit,
         state_channel, GROUP, BEFORE,
     )  # fmt: skip
-    # All of it is read before any of it is written.
+    # Read everything before writing anything.
     tl.debug_barrier()
     to = state + unit * state_unit + cols[None, :] * state_channel + place[:, None]
     tl.store(to, found.to(state.dtype.element_ty), mask=ok)
@@ -120,10 +121,10 @@ def conv(
     rows: StateRows,
     activation: str | None,
 ) -> Tensor:
-    """Of x [tokens, channels], or [tokens, groups, channels of each], with weight [channels,
-    width], newest token last; gives [tokens, channels]. `state` [units, channels, width - 1] has
-    the inputs before a sequence's first token, and afterwards those before its next. `activation`:
-    None or "silu"."""
+    """Convolve x [tokens, channels], or [tokens, groups, channels of each], with weight [channels,
+    width], newest token last; gives [tokens, channels]. `state` [units, channels, width - 1] holds
+    the inputs before a sequence's first token, and afterwards those before its next token.
+    `activation`: None or "silu"."""
     channels, width = weight.shape
     if x.dim() == 2:
         x = x.unsqueeze(1)
@@ -136,7 +137,7 @@ def conv(
         count = part.stop - part.start
         if not count:
             continue
-        # Starts are offsets into all tokens, whichever sequences a launch is for.
+        # Starts are offsets into all tokens, for any subset of sequences in a launch.
         where = (rows.units[part], rows.starts[part.start :], rows.is_fresh[part])
         block_t = 1 if keeps else BLOCK_T
         num_steps = 1 if keeps else triton.cdiv(rows.max_len, BLOCK_T)

@@ -1,7 +1,7 @@
-"""The beginning and the end of a step, one launch each.
+"""The start and the end of a step, one launch each.
 
-Same signatures as `reference.py`. Launched plainly: what `begin` writes is a constant to the
-kernels that follow, and what `end` reads is all that came before.
+Same signatures as `reference.py`. Both are plain launches: all later kernels read what `begin`
+writes, and `end` reads what all earlier kernels wrote.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def _begin(
 def begin(
     known: Tensor, token_rows: Tensor, newest: Tensor, page_tables: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The step's tokens, int64: those that are `known`, or the newest one of the token's row where
-    that is PENDING. And of page_tables [families, all rows, max_pages] those of `rows`, int32
-    [families, num_rows, max_pages]."""
+    """Returns the step's tokens, int64: the `known` ones, or the newest token of the row for
+    PENDING. Also returns the entries of page_tables [families, all rows, max_pages] for `rows`,
+    int32 [families, num_rows, max_pages]."""
     num_tokens, num_rows = known.shape[0], rows.shape[0]
     families, max_rows, width = page_tables.shape
     tokens = torch.empty_like(known)
@@ -60,7 +60,6 @@ def _end(tokens, rows, newest, num_rows, BLOCK: tl.constexpr):
 
 
 def end(tokens: Tensor, rows: Tensor, newest: Tensor) -> None:
-    """Keep int32 `tokens` as the newest of `rows`, of which one that nobody reads may occur many
-    times."""
+    """Store int32 `tokens` as the newest of `rows`. An unused row may occur many times."""
     num_rows = tokens.shape[0]
     _end[(triton.cdiv(num_rows, BLOCK),)](tokens, rows, newest, num_rows, BLOCK=BLOCK)

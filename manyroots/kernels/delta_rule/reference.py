@@ -1,9 +1,9 @@
-"""The gated delta rule, naive: one token at a time, in float32.
+"""Reference of the gated delta rule: one token at a time, in float32.
 
-A head's state is a matrix [key_dim, value_dim] that keys read values from. Each token lets it
-decay, then corrects what its key reads towards its value:
+A head's state is a matrix [key_dim, value_dim] that maps keys to values. Each token decays it, then
+moves what its key reads towards its value:
 
-    S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   out = S^T q
+S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   out = S^T q
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from manyroots.kernels.recurrent.rows import StateRows
 
 EPS = 1e-6
-"""Of the lengths of queries and keys, which are divided by them."""
+"""Added to the lengths of queries and keys before dividing by them."""
 
 
 def gated_delta(
@@ -31,11 +31,11 @@ def gated_delta(
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v.
 
-    q and k [tokens, key_heads, key_dim] are normalised here. A key head is that of several heads in
-    a row: v [tokens, key_heads, heads of each, value_dim]. `decay` and `beta` [tokens, key_heads,
-    heads of each] are products as they come: g = -exp(a_log) softplus(decay + dt_bias), and beta's
-    sigmoid counts. `a_log` and `dt_bias` [heads]. `state` [units, heads, key_dim, value_dim] is
-    float32.
+    q and k [tokens, key_heads, key_dim] are normalised here. Several consecutive heads share a key
+    head: v is [tokens, key_heads, heads of each, value_dim]. `decay` and `beta` [tokens, key_heads,
+    heads of each] are raw products: g = -exp(a_log) softplus(decay + dt_bias), and beta goes
+    through a sigmoid. `a_log` and `dt_bias` are [heads]. `state` [units, heads, key_dim, value_dim]
+    is float32.
     """
     v, decay, beta = v.flatten(1, 2), decay.flatten(1), beta.flatten(1)
     heads, dim = v.shape[1], q.shape[2]

@@ -1,9 +1,8 @@
-"""The gated delta rule with torch's operators: the path of a CPU.
+"""The gated delta rule with torch's operators; used on CPUs.
 
 Same signature as `reference.py`. Decoding sequences take one step together. A prompt is computed in
-chunks: within one, what every token corrects depends on what those before it corrected, which is a
-triangular system; solved once for all chunks and heads, it leaves a few products for each chunk in
-turn.
+chunks. Within a chunk, each token's correction depends on those of earlier tokens, which is a
+triangular system. It is solved once for all chunks and heads; then each chunk needs a few products:
 
     L[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for j < i, with G the sums of g within the chunk
     (1 + L) W = beta v,  (1 + L) U = beta exp(G) k
@@ -11,8 +10,8 @@ turn.
     out = exp(G) q S + (exp(G_i - G_j) q_i . k_j)[j <= i] N
     S' = exp(G_last) S + (exp(G_last - G) k)^T N
 
-A batch of small products is many times slower where the second factor is a transposed view
-(measured with OpenBLAS), so such factors are transposed first.
+A batch of small products is many times slower if the second factor is a transposed view (measured
+with OpenBLAS). Such factors are therefore copied into transposed form first.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from manyroots.kernels.recurrent.rows import StateRows
 
 CHUNK = 64
 CHANNEL_CHUNK = 16
-"""Where channels decay apart, each pair of a chunk's tokens has a decay of every channel."""
+"""With a decay per channel, each pair of a chunk's tokens has one decay per channel."""
 
 
 def gated_delta(
@@ -109,8 +108,9 @@ def channel_delta(
 
 
 def _channel_chunk(parts: Sequence[Tensor], kept: Tensor) -> Tensor:
-    """A chunk's q, k, v, g and beta, all [heads, tokens, ...], whose state `kept` [heads, key_dim,
-    value_dim] is moved on. Decays of a pair of tokens are differences, which can't overflow."""
+    """Takes a chunk's q, k, v, g and beta, all [heads, tokens, ...], and updates its state
+    `kept` [heads, key_dim, value_dim]. Decays of a pair of tokens are differences, which cannot
+    overflow."""
     q, k, v, g, beta = parts
     sums = g.cumsum(1)
     later = torch.ones(g.shape[1], g.shape[1], dtype=torch.bool).triu(1)[..., None]
@@ -132,8 +132,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _single(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tensor) -> Tensor:
-    """One token of each of n sequences, whose states `kept` [n, heads, key_dim, value_dim] are
-    moved on."""
+    """One token of each of n sequences; updates their states `kept` [n, heads, key_dim,
+    value_dim]."""
     each = v.shape[1] // q.shape[1]
     if each > 1:
         q, k = q.repeat_interleave(each, dim=1), k.repeat_interleave(each, dim=1)
@@ -145,7 +145,7 @@ def _single(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tens
 
 
 def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tensor) -> Tensor:
-    """All tokens of one sequence, whose state `kept` [heads, key_dim, value_dim] is moved on."""
+    """All tokens of one sequence; updates its state `kept` [heads, key_dim, value_dim]."""
     num_tokens, value_dim = v.shape[0], v.shape[2]
     groups, key_dim = q.shape[1:]
     size = min(CHUNK, num_tokens)
@@ -153,7 +153,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tens
     v, beta = chunks_by_head(v, size, groups), chunks_by_head(beta, size, groups)[..., None]
     g = chunks_by_head(g, size, groups).cumsum(-1)
     between, since = decay_between(g), g.exp()[..., None]
-    # Neither the system's diagonal nor what is above it is read.
+    # The solver reads only below the diagonal.
     transposed = k.transpose(-1, -2).contiguous()
     system = (between * torch.matmul(k, transposed)).mul_(beta)
     both = torch.cat((v, k * since), dim=-1).mul_(beta)

@@ -1,14 +1,14 @@
 """The gated delta rule in Triton.
 
-Same signature as `reference.py`; the products are those that `torch_ops.py` writes down.
+Same signature as `reference.py`; `torch_ops.py` gives the formulas.
 
     decode   a program has some value columns of one head's state: one read, one write of it
     prompts  `_solve`: each chunk's triangular system, all chunks and heads side by side
              `_scan`: chunk after chunk through the state, which stays in registers
 
-A system is solved row by row. Its inverse as a product of powers takes fewer steps, but their
-terms grow so large where keys repeat that float32 loses the result. Products of float32 are exact
-to float32, those of half precision to half, as everywhere here.
+A system is solved row by row. Its inverse as a product of powers takes fewer steps, but its terms
+grow so large for repeated keys that float32 loses the result. Products keep the precision of their
+inputs' dtype.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ MIN_COLUMNS = 32
 """Narrower keys or values are multiplied in float32: with keys of 16 in bfloat16 a prompt ended in
 an illegal memory access on an H200 (Triton 3.6). Not explained; no public model has such."""
 BLOCK_V = 32
-"""Value columns of a program: a matrix [key_dim, BLOCK_V] is what it keeps in registers."""
+"""Value columns of a program; it keeps a matrix [key_dim, BLOCK_V] in registers."""
 
 
 @triton.jit
 def _gates(
     decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH: tl.constexpr
 ):
-    """g and beta of some tokens; 0 and 0 where there is none, which changes nothing."""
+    """g and beta of some tokens; missing tokens get 0 and 0, which change nothing."""
     at = rows * gate_row + (head // EACH) * gate_group + head % EACH
     raw = tl.load(decay + at, mask=row_ok, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head).to(tl.float32)
-    # softplus; beyond 20 it is the number itself in float32.
+    # softplus; above 20 it equals its input in float32.
     step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
     g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * step
     b = tl.sigmoid(tl.load(beta + at, mask=row_ok, other=0.0).to(tl.float32))
@@ -52,7 +52,7 @@ def _gates(
 
 @triton.jit
 def _unit_rows(x, rows, row_ok, at, row_stride, EPS: tl.constexpr, DIM: tl.constexpr):
-    """Rows of length 1, [n, DIM] in float32."""
+    """Rows normalised to length 1, [n, DIM] in float32."""
     d = tl.arange(0, DIM)
     source = x + rows[:, None] * row_stride + at + d[None, :]
     value = tl.load(source, mask=row_ok[:, None], other=0.0).to(tl.float32)
@@ -73,7 +73,7 @@ def _decode(
     fresh = tl.load(is_fresh + seq).to(tl.int32)
     d = tl.arange(0, KEY_DIM)
     at = state + unit * state_unit + (head * KEY_DIM + d[:, None]) * VALUE_DIM + cols[None, :]
-    # No other kernel of a step writes this state, so it may be read before the inputs are there.
+    # No other kernel of a step writes this state, so it may be read before the inputs are ready.
     matrix = tl.load(at)
     wait_for_inputs(DEPENDENT)
     matrix = tl.where(fresh != 0, 0.0, matrix)
@@ -97,7 +97,7 @@ def _decode(
 
 @triton.jit
 def _chunk_rows(first, end, chunk, CHUNK: tl.constexpr):
-    """The tokens of one chunk of a sequence, and which of them there are."""
+    """Indexes of the tokens of one chunk of a sequence, and a mask of those that exist."""
     rows = first + chunk * CHUNK + tl.arange(0, CHUNK)
     return rows.to(tl.int64), rows < end
 
@@ -122,7 +122,7 @@ def _solve(
     kind = tl.float32 if IS_NARROW else k.dtype.element_ty
     operand = key.to(kind)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    # The system's transpose: a row of it is then a column here, which rows of the result multiply.
+    # The system's transpose: one of its rows is then a column here, which multiplies result rows.
     between = tl.exp(tl.where(i < j, sums[None, :] - sums[:, None], float("-inf")))
     system = tl.dot(operand, tl.trans(operand), input_precision="ieee") * between * b[None, :]
     inverse = (i == j).to(tl.float32)
@@ -160,7 +160,7 @@ def _scan(
     fresh = tl.load(is_fresh + seq).to(tl.int32)
     first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     d = tl.arange(0, KEY_DIM)
-    # Transposed: what a chunk adds is then a product of few rows, as the others are.
+    # Transposed: a chunk's addition is then a product with few rows, like the others.
     at = state + unit * state_unit + (head * KEY_DIM + d[None, :]) * VALUE_DIM + cols[:, None]
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     kind = tl.float32 if IS_NARROW else k.dtype.element_ty
@@ -209,8 +209,8 @@ def gated_delta(
     rows: StateRows,
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
-    for the shapes. Queries and keys lie alike, as do decays and betas, and a key head's heads side
-    by side; dimensions are powers of two."""
+    for the shapes. Queries and keys have the same strides, and so have decays and betas. The heads
+    of a key head are adjacent; dimensions are powers of two."""
     num_tokens, groups, each, value_dim = v.shape
     heads, key_dim = groups * each, q.shape[2]
     assert q.stride() == k.stride()

@@ -1,8 +1,8 @@
-"""The delta rule with a decay for each channel of a key, in Triton: token after token.
+"""The delta rule with a decay for each channel of a key, in Triton, token by token.
 
-A program has some value columns of one head's state in registers, and goes through the tokens of
-one sequence. For a decode that is one read and one write of the state. Prompts are not computed in
-chunks yet, so a long one takes as long as its tokens one by one.
+A program keeps some value columns of one head's state in registers and loops over the tokens of one
+sequence. A decode step reads and writes the state once. Prompts are not computed in chunks yet, so
+a long prompt takes as long as its tokens one by one.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def channel_delta(
     state: Tensor,
     rows: StateRows,
 ) -> Tensor:
-    """Values [tokens, heads, value_dim] that queries read. See `reference.py` for the shapes; a
-    token's heads lie side by side, and dimensions are powers of two."""
+    """Values [tokens, heads, value_dim] that queries read. See `reference.py` for the shapes. A
+    token's heads are adjacent; dimensions are powers of two."""
     num_tokens, heads, value_dim = v.shape
     out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     block_v = min(BLOCK_V, value_dim)

@@ -1,6 +1,6 @@
-"""Where the adapters of experts lie on the device, and which tokens want which.
+"""Device addresses of the adapters of experts, and each token's adapter.
 
-Next to `lora_ops/sites.py`: the same pool, with one matrix for each expert or one for all.
+Complements `lora_ops/sites.py`: the same pool, with one matrix per expert or one for all.
 """
 
 from __future__ import annotations
@@ -26,4 +26,4 @@ class ExpertAdapters:
     gate_up: ExpertSite
     down: ExpertSite
     rows: LoraRows
-    """Whose token each is. A pair's adapter is its token's."""
+    """The slot of each token; a pair has its token's adapter."""

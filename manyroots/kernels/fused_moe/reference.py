@@ -1,4 +1,4 @@
-"""Mixture of experts, naive: one token and one expert at a time, in float32."""
+"""Reference of the mixture of experts: one token and one expert at a time, in float32."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def route(
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
 ) -> Routing:
-    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
-    experts are of a few groups alone."""
+    """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
+    adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
+    `groups`: restricts a token's experts to a few groups."""
     total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
@@ -63,8 +63,8 @@ def route(
 
 
 def within_groups(scores: Tensor, groups: ExpertGroups | None, *, by_best_two: bool) -> Tensor:
-    """Scores [tokens, experts], -inf of those in groups that a token does not choose. A group
-    counts as much as its best expert, or as its best two together."""
+    """Scores [tokens, experts], with -inf for experts in groups that a token does not choose. A
+    group's score is that of its best expert, or the sum of its best two."""
     if groups is None:
         return scores
     by_group = scores.view(len(scores), groups.count, -1)
@@ -76,7 +76,7 @@ def within_groups(scores: Tensor, groups: ExpertGroups | None, *, by_best_two: b
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first of equals first, which `topk` does not promise."""
+    """Ties go to the lower index, which `topk` does not guarantee."""
     values, places = scores.sort(dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
 
@@ -84,8 +84,8 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def experts(
     x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
-    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output. Of many tokens, those that experts in FP8 multiply are rounded to FP8, too."""
+    """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output. With many tokens, inputs of FP8 experts are also rounded to FP8."""
     if weights.is_fp4:
         weights = weights.plain(torch.float32)
     num_tokens, top_k = routing.weights.shape
@@ -118,7 +118,7 @@ def _product(
 
 
 def _delta(x: Tensor, site: ExpertSite, slot: int, expert: int) -> Tensor:
-    """What a slot adds to one expert's product of x."""
+    """The addition of a slot's adapter to one expert's product of x."""
     found = []
     for part, size in enumerate(site.part_sizes):
         if slot < 0:

@@ -1,4 +1,4 @@
-"""Which experts each token goes to, and the tokens of each expert.
+"""The experts of each token, and the tokens of each expert.
 
 A *pair* is one token with one of its experts: pair p is token p // top_k.
 """
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MAX_FEW_TOKENS = 128
-"""Most tokens whose pairs are computed pair by pair; those of more, in tiles."""
+"""Up to this many tokens, pairs are computed one by one; more are computed in tiles."""
 
 
 LEAST_SUM = 1e-20
-"""Added to a sum of weights before they are divided by it: sigmoids may all be zero."""
+"""Added to a sum of weights before dividing by it: all sigmoids may be zero."""
 
 
 class Scoring(enum.Enum):
     """How a router's scores become the weights of a token's experts."""
 
     SOFTMAX = "softmax"
-    """Probabilities over all experts, of which the best keep theirs."""
+    """Probabilities over all experts; the chosen experts keep theirs."""
     SOFTMAX_RENORMALISED = "softmax_renormalised"
     """The same, divided by their sum."""
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
-    """The best are chosen first, then their scores are made into probabilities (gpt-oss)."""
+    """Experts are chosen first; then their scores become probabilities (gpt-oss)."""
     SIGMOID = "sigmoid"
-    """Each expert's own sigmoid. The router's bias counts in the choice and not in the weights."""
+    """Each expert's own sigmoid. The router's bias affects the choice but not the weights."""
     SIGMOID_RENORMALISED = "sigmoid_renormalised"
     """The same, divided by their sum (GLM-4.5)."""
 
@@ -43,8 +43,8 @@ class Scoring(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Experts in groups of equal size, of which a token chooses some before it chooses experts
-    within them (DeepSeek)."""
+    """Experts in groups of equal size. A token chooses groups first, then experts within them
+    (DeepSeek)."""
 
     count: int
     chosen: int
@@ -52,14 +52,14 @@ class ExpertGroups:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Pieces of the experts' lists of pairs, as the products of many tokens take them."""
+    """Pieces of the experts' lists of pairs, for the products of many tokens."""
 
     rows: int
     """Most pairs of a tile."""
     places: Tensor
-    """int32 [most tiles, 3]: an expert, and where the tile begins and ends in `pairs`."""
+    """int32 [most tiles, 3]: an expert, and the start and end of the tile in `pairs`."""
     count: Tensor
-    """int32 [1], on the device: how many there are."""
+    """int32 [1], on the device: the number of tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +67,13 @@ class Routing:
     """One layer's routing of one step, on the device."""
 
     weights: Tensor
-    """float32 [num_tokens, top_k]: how much each pair's output counts."""
+    """float32 [num_tokens, top_k]: the weight of each pair's output."""
     pairs: Tensor
     """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
     groups: Tensor
-    """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
-    that have any come first; the others may be left out."""
+    """int32 [num_experts, 3]: an expert, and the start and end of its pairs in `pairs`. Experts
+    with pairs come first; the others may be missing."""
     experts: Tensor
     """int32 [num_tokens, top_k]: the expert of each pair."""
     tiles: Tiles | None = None
-    """Of many tokens alone, whose pairs lie without gaps."""
+    """Only with many tokens, whose pairs have no gaps."""

@@ -1,13 +1,14 @@
-"""Adapters of experts with torch's own operators.
+"""Adapters of experts with torch's operators.
 
-Run by run; an expert without pairs of a run is not touched. What all experts share is multiplied
-once per token and never copied: a first half before tokens are spread over pairs, a second half
-behind the weighted sum, which is the same since both are linear.
+Computes one run of equal adapters after the other and skips experts without pairs in the run. A
+matrix that all experts share is applied once per token and never copied. A shared A comes before
+tokens are spread over pairs, a shared B after the weighted sum; both are linear, so the result is
+the same.
 
-The matrices of single experts are multiplied one by one in long runs. A decode has about one pair
-per expert, and there the number of small products costs most: its matrices are gathered, for one
-batched product. (Measured with 64 experts, 8 per token, 8 adapters of rank 16 in bfloat16, two
-rows each: a layer takes 1.4 times what it does without adapters, and one by one 1.9 times.)
+In long runs, the matrices of single experts are multiplied one by one. A decode has about one pair
+per expert, where the number of small products costs most. Its matrices are therefore gathered for
+one batched product. (Measured with 64 experts, 8 per token, 8 adapters of rank 16 in bfloat16, two
+rows each. A layer takes 1.4 times as long as without adapters; one by one 1.9 times.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def add_to_pairs(y: Tensor, x: Tensor, site: ExpertSite, pairs: PairsByAdapter) 
 def combine(y: Tensor, x: Tensor, site: ExpertSite, pairs: PairsByAdapter) -> Tensor:
     """The weighted sum of each token's pairs with their adapters: [num_tokens, out].
 
-    y [num_pairs, out] = W x is used up; x is [num_pairs, in].
+    Overwrites y [num_pairs, out] = W x; x is [num_pairs, in].
     """
     behind: list[tuple[slice, Tensor, Part]] = []
     weights = pairs.pairs.routing.weights
@@ -79,12 +80,13 @@ def _product(x: Tensor, stack: Tensor, of_run: PairsOfRun) -> Tensor:
 
 
 def _is_short(of_run: PairsOfRun, stack: Tensor) -> bool:
-    """About one pair per expert; what is gathered is then at most as large as the stack."""
+    """True with about one pair per expert; the gathered matrices are then at most as large as the
+    stack."""
     return of_run.places.numel() <= stack.shape[0]
 
 
 def _gathered(stack: Tensor, experts: Tensor) -> Tensor:
-    """The matrices of these experts, in the memory order that the stack has."""
+    """The matrices of these experts, in the stack's memory order."""
     if stack.is_contiguous():
         return stack.index_select(0, experts)
     return stack.transpose(1, 2).index_select(0, experts).transpose(1, 2)

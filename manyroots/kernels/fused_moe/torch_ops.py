@@ -1,4 +1,4 @@
-"""Mixture of experts with torch's own operators: the path of every CPU.
+"""Mixture of experts with torch's operators; used on every CPU.
 
 Same signatures as `reference.py`. One matrix product per expert that has tokens, over all of its
 tokens at once; an expert without tokens is not touched. The loop over experts is on the host.
@@ -31,11 +31,11 @@ def route(
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
 ) -> Routing:
-    """From a router's scores [tokens, experts], which have what adapters add in them, and the
-    router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
-    experts are of a few groups alone.
+    """Choose experts from a router's scores [tokens, experts], which include the adapters'
+    additions, and the router's bias [experts]. All weights are multiplied with `factor`. `groups`:
+    restricts a token's experts to a few groups.
 
-    Probabilities are float32 whatever the dtype of the scores: in half precision experts would tie.
+    Probabilities are float32 for any dtype of the scores: in half precision experts would tie.
     """
     assert lora is None, "products of this set are finished"
     total = scores.float()
@@ -62,14 +62,14 @@ def route(
 
 
 def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of equals the first, as the other sets do; `topk` takes any."""
+    """Ties go to the lower index, as in the other sets; `topk` may return any."""
     values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
     return values[:, :count], places[:, :count]
 
 
 def _sorted(expert_of_pair: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
     """`pairs` and `groups` of a `Routing`."""
-    # Numbers of 16 bits are sorted by counting.
+    # torch sorts 16-bit integers by counting.
     pairs = expert_of_pair.astype(np.int16).argsort(kind="stable").astype(np.int32)
     counts = np.bincount(expert_of_pair, minlength=num_experts)
     used = counts.nonzero()[0]
@@ -83,7 +83,7 @@ def _sorted(expert_of_pair: np.ndarray, num_experts: int) -> tuple[np.ndarray, n
 def experts(
     x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
-    """Each token's output, whole: [tokens, hidden] in the dtype of x."""
+    """Each token's complete output: [tokens, hidden] in the dtype of x."""
     pairs = SortedPairs.of(routing)
     of_adapters = None if adapters is None else _adapter_pairs(pairs, adapters)
     by_pair = x.index_select(0, pairs.tokens)

@@ -1,12 +1,12 @@
-"""One layer's pairs sorted by expert, as torch's operators read them, and which adapter has which.
+"""One layer's pairs sorted by expert, for torch's operators, and the adapter of each.
 
-Takes a `Routing` on the CPU and the step's `AdapterBatch`; gives slices, because an expert's
-product is one slice, and so is an expert's of one adapter:
+Takes a `Routing` on the CPU and the step's `AdapterBatch`. Gives slices: the pairs of an expert are
+one slice, and so are an expert's pairs of one adapter:
 
     expert 0     expert 2          expert 3
     |t0 t1 t4|   |t0 t2|           |t1 t2 t4|
 
-A pair's adapter is its token's. Runs are looked at only if an adapter changes experts.
+A pair has its token's adapter. Runs are computed only if an adapter changes experts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SortedPairs:
 
     routing: Routing
     tokens: Tensor
-    """int64 [num_pairs], the token of each."""
+    """int64 [num_pairs]: the token of each pair."""
     places: Tensor
-    """int64 [num_tokens, top_k]: where the pairs of each token lie, best expert first."""
+    """int64 [num_tokens, top_k]: indexes of each token's pairs, best expert first."""
     segments: list[tuple[int, slice]]
     """(expert, its pairs) for each expert that has any."""
 
@@ -54,14 +54,14 @@ class SortedPairs:
 
     @property
     def experts(self) -> Tensor:
-        """[num_pairs], the expert of each, ascending."""
+        """[num_pairs]: the expert of each pair, ascending."""
         return self.routing.experts.flatten().index_select(0, self.routing.pairs)
 
     def combine(self, out: Tensor) -> Tensor:
         """The weighted sum of each token's pairs: out [num_pairs, size] to [num_tokens, size].
 
-        Each token collects its pairs instead of pairs being added onto tokens: the order of the
-        sum is then the same on every run and in every batch, and half precision sums in float32.
+        Each token gathers its pairs, instead of pairs being added onto tokens. The order of the sum
+        is then the same in every run and batch, and half precision sums in float32.
         """
         weights = self.routing.weights.to(out.dtype).unsqueeze(-1)
         return out[self.places].mul_(weights).sum(dim=1)
@@ -69,13 +69,14 @@ class SortedPairs:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlice:
-    """The pairs of one run at one expert: neighbours, since pairs lie by expert, then by token."""
+    """The pairs of one run at one expert. They are adjacent, because pairs are sorted by expert,
+    then token."""
 
     expert: int
     here: slice
-    """Among the pairs of the run."""
+    """Indexes into the pairs of the run."""
     there: slice
-    """Among all pairs of the layer."""
+    """Indexes into all pairs of the layer."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ class PairsOfRun:
 
     run: Run
     places: Tensor
-    """int64 [pairs of the run], where they lie among all pairs of the layer."""
+    """int64 [pairs of the run]: indexes into all pairs of the layer."""
     experts: Tensor
-    """The expert of each."""
+    """The expert of each pair."""
     tokens: Tensor
-    """The token of each, counted from the run's first."""
+    """The token of each pair, counted from the run's first token."""
     by_token: Tensor
-    """int64 [tokens of the run, experts per token]: numbers of the pairs in the order above."""
+    """int64 [tokens of the run, experts per token]: indexes of the pairs in the order above."""
 
     @cached_property
     def segments(self) -> list[ExpertSlice]:
@@ -114,14 +115,14 @@ class PairsByAdapter:
     batch: AdapterBatch
 
     def changes(self, site: ExpertSite) -> Iterator[tuple[PairsOfRun, LowRank]]:
-        """What adapters add at `site`."""
+        """The adapters' additions at `site`."""
         for index, run in enumerate(self.batch.runs):
             for low in run.weights.experts.get(site, ()):
                 yield self.by_run[index], low
 
     @cached_property
     def by_run(self) -> list[PairsOfRun]:
-        """Of each run, the same for all sites of the layer."""
+        """The pairs of each run, the same for all sites of the layer."""
         experts = self.pairs.experts
         return [self._pairs_of(run, experts) for run in self.batch.runs]
 

@@ -1,12 +1,14 @@
-"""Mixture of experts in two launches, or four with adapters, without a word from the host.
+"""Mixture of experts in two launches, or four with adapters, without waiting for the host.
 
-Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
-makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
-of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
-transposed, is what `add_rms_norm` takes as partial sums. Without adapters, both are one launch of
-`triton_products.py`. With adapters each is a kernel of its own, here, made of the same tiles; what
-adapters need of them is in `triton_adapters.py`. That is for few tokens: the pairs of many are put
-in order by `triton_order.py`, and multiplied by `triton_tiles.py`.
+Same signatures as `reference.py`. `route` chooses in parallel; its last program makes the experts'
+lists. The two products read each chosen expert's weights once for up to BLOCK_M of its pairs. They
+leave the sum over a token's experts to the next kernel: `add_rms_norm` takes [tokens, top_k,
+hidden], transposed, as partial sums.
+
+Without adapters, `triton_products.py` computes both products in one launch. With adapters each is a
+separate kernel in this module, made of the same tiles; the adapters' parts are in
+`triton_adapters.py`. All of this is for few tokens. For many tokens, `triton_order.py` sorts the
+pairs and `triton_tiles.py` multiplies them.
 """
 
 from __future__ import annotations
@@ -62,12 +64,13 @@ _SIGMOID = tl.constexpr(Scoring.SIGMOID.value)
 _SIGMOID_RENORMALISED = tl.constexpr(Scoring.SIGMOID_RENORMALISED.value)
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
 MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
-"""Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
+"""Up to this many tokens, `route` orders the pairs itself; more go through `triton_order.py` in
+tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiling:
-    """How the two products are cut up; found by measurement."""
+    """Tile sizes of the two products; found by measurement."""
 
     up_n: int = 64
     up_k: int = 128
@@ -76,14 +79,14 @@ class ExpertTiling:
     down_k: int = 128
     down_stages: int = 3
     down_alone_n: int = 128
-    """Where both products are one launch, which has `up_stages`; instead of `down_n`."""
+    """Replaces `down_n` if both products are one launch, which uses `up_stages`."""
     num_warps: int = 4
     activate_n: int = 128
-    """With adapters alone: columns of a pair that one program takes between the products."""
+    """With adapters only: columns of a pair that one program takes between the products."""
 
 
 FP4_TILING = ExpertTiling(up_stages=4)
-"""Of weights in MXFP4, whose tiles have 128 columns."""
+"""For MXFP4 weights, whose tiles have 128 columns."""
 
 
 @triton.jit
@@ -91,7 +94,7 @@ def _within_groups(
     left, e, SCORING: tl.constexpr, NUM_GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of tokens, -inf of experts in groups that a token does not choose."""
+    """Scores of a block of tokens, with -inf for experts in groups that a token does not choose."""
     group_of = e // GROUP_SIZE
     best = tl.full((BLOCK_R, BLOCK_E), float("-inf"), tl.float32)
     for group in range(NUM_GROUPS):
@@ -121,7 +124,7 @@ def _choose(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr, NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest experts of a block of tokens, the first of equals first."""
+    """The most likely experts of a block of tokens; ties go to the lower index."""
     e = tl.arange(0, BLOCK_E)
     ok = (r < num_rows)[:, None] & (e < num_experts)[None, :]
     at = logits + r[:, None] * in_row + e[None, :]
@@ -183,7 +186,7 @@ def _list(
     ranks, pairs, groups, num_rows, num_experts,
     TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Each expert's pairs into a list of its own, with room for one of every token."""
+    """Write each expert's pairs into its own list, which has room for one pair of every token."""
     e = tl.arange(0, BLOCK_E)
     t = tl.arange(0, BLOCK_T)
     ok = (e < num_experts)[:, None] & (t < num_rows)[None, :]
@@ -211,7 +214,7 @@ def _route(
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, NUM_GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Each program chooses for a few tokens; with BLOCK_T, the last one makes the lists."""
+    """Each program chooses for a few tokens; with BLOCK_T, the last program makes the lists."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     _choose(
@@ -239,9 +242,9 @@ def route(
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
 ) -> Routing:
-    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]. All weights are multiplied with `factor`. `groups`: where a token's
-    experts are of a few groups alone."""
+    """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
+    adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
+    `groups`: restricts a token's experts to a few groups."""
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device
@@ -252,7 +255,7 @@ def route(
         2, num_experts * num_rows if is_small else 0, dtype=torch.int32, device=device
     )
     lists = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
-    # With adapters each of a block's rows has a B of its own in registers.
+    # With adapters, each row of a block has its own B in registers.
     block_r, num_warps = (2, 4) if num_rows <= 16 else (8, 8)
     if lora is not None:
         block_r, num_warps = 1, 8
@@ -288,8 +291,7 @@ def _up(
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """gate and up of an expert's pairs, each at its own pair's place; and what the adapters shrink
-    x to."""
+    """Compute gate and up of an expert's pairs, stored by pair, and the adapters' shrink of x."""
     group = tl.program_id(1)
     if group < shrink_rows:
         shrink_tile(
@@ -324,8 +326,8 @@ def _down(
     BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(hidden) of an expert's pairs, each at its own pair's place; and behind them
-    what the adapters add to each token."""
+    """Compute weight * down(hidden) of an expert's pairs, stored by pair. After the pairs come the
+    adapters' additions to each token."""
     let_next_begin(DEPENDENT)
     group = tl.program_id(1)
     if group < expand_rows:
@@ -360,8 +362,8 @@ def experts(
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
-    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output. What adapters add to few tokens is one more behind the last."""
+    """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output. With few tokens, one more term holds the adapters' additions."""
     cut = tiling or (FP4_TILING if weights.is_fp4 else ExpertTiling())
     if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
         weights = weights.plain(x.dtype)
@@ -375,8 +377,8 @@ def experts(
 
 
 def _fits(matrix: ExpertMatrix, block_k: int) -> bool:
-    """Whether FP8 is read in words: rows are whole 16-byte loads, and tiles of so many columns
-    have one scale for each row. Of MXFP4, whether tiles are as it is kept."""
+    """Whether FP8 is read in words: rows are whole 16-byte loads, and tiles of this many columns
+    have one scale per row. For MXFP4, whether tiles match the stored layout."""
     if isinstance(matrix, Tensor):
         return True
     if isinstance(matrix, Mxfp4Matrix):
@@ -410,7 +412,8 @@ def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling
 
 
 def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
-    """How many experts a step may use, and how many pairs of one a program takes at once."""
+    """The number of experts that a step may use, and of an expert's pairs that a program takes at
+    once."""
     num_pairs = num_tokens * top_k
     return min(num_experts, num_pairs), 16 if num_pairs <= 8 * num_experts else 64
 
@@ -422,7 +425,8 @@ def _with_adapters(
     adapters: ExpertAdapters,
     cut: ExpertTiling,
 ) -> Tensor:
-    """Each product in a launch of its own, with what adapters need of it, and one between them."""
+    """Both products in separate launches, each with its adapters' part, and one launch between
+    them."""
     num_experts, hidden_size, n_size = weights.down.shape
     num_tokens, top_k = routing.weights.shape
     num_pairs = num_tokens * top_k
@@ -455,21 +459,21 @@ def _with_adapters(
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What the two products are given of adapters, and leave for them."""
+    """The adapters' inputs to the two products, and buffers for their results."""
 
     product: Tensor
-    """What `_up` writes: gates and ups, float32 [num_pairs, 2 n]."""
+    """Output of `_up`: gates and ups, float32 [num_pairs, 2 n]."""
     of_up: tuple[Tensor, ...]
-    """First what x is shrunk to, float32 [num_pairs, ranks of gate and up]."""
+    """First the shrink of x, float32 [num_pairs, ranks of gate and up]."""
     of_down: tuple[Tensor, ...]
-    """First what activations are shrunk to, float32 [num_splits, num_pairs, ranks of down]."""
+    """First the shrink of activations, float32 [num_splits, num_pairs, ranks of down]."""
     num_splits: int
-    """Partial sums that this is in."""
+    """Number of partial sums of it."""
     shrink_rows: int
-    """Rows of further tiles in the grid of `_up`: the first ones, so that what ends last is
+    """Rows of additional tiles in the grid of `_up`. They come first, so that the last programs are
     short."""
     expand_rows: int
-    """And in that of `_down`."""
+    """The same for `_down`."""
 
     @classmethod
     def of(

@@ -1,15 +1,16 @@
-"""Adapters of experts in Triton, for few tokens: what the experts' two products do for them beside
-their own, and what lies between.
+"""Adapters of experts in Triton, for few tokens: their part of the two products, and the step
+between.
 
-A decode has about one pair per adapter and expert, so it goes pair by pair (those that share a
-matrix find it in the cache). Adapters cost one launch more, and their bytes:
+A decode has about one pair per adapter and expert, so it is computed pair by pair; pairs that share
+a matrix find it in the cache. Adapters cost one more launch, and their bytes:
 
     _up        gate, up = W x of each pair; and as further tiles h = A x of each pair
     activate   activation(gate + B h, up + B h), and h = A of that
     _down      weight * W x of each pair; and as further tiles the sum of weight * B h of each token
 
-`shrink_tile` and `expand_tile` are those further tiles; the products themselves are in `triton.py`.
-Nothing is gathered or copied. Many tokens' pairs share matrices: see `triton_tile_adapters.py`.
+`shrink_tile` and `expand_tile` are the additional tiles; the products themselves are in
+`triton.py`. Nothing is gathered or copied. Pairs of many tokens share matrices: see
+`triton_tile_adapters.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from manyroots.kernels.launch import let_next_begin, wait_for_inputs
 SHRINK_N = tl.constexpr(64)
 """Rows of A that one program takes, of one pair or several."""
 SHRINK_M = tl.constexpr(16)
-"""At least as many tokens as those pairs can have: a pair has 8 rows or more."""
+"""At least the number of tokens of those pairs: a pair has 8 rows or more."""
 EXPAND_N = tl.constexpr(128)
 """Columns of a token's output that one program takes."""
 RANK_BLOCK = tl.constexpr(16)
@@ -39,7 +40,8 @@ def shrink_tile(
 ):  # fmt: skip
     """scaling * A x for SHRINK_N of all pairs' ranks, `max_rank` for each part of each pair.
 
-    One matrix instruction for rows that belong to several tokens: each row keeps its own token's.
+    One matrix instruction covers rows of several tokens; each row keeps the result of its own
+    token.
     """
     width = NUM_PARTS * max_rank
     v = tile * SHRINK_N + tl.arange(0, SHRINK_N)
@@ -79,7 +81,8 @@ def shrink_tile(
 
 @triton.jit
 def _second_half(table, slot, part: tl.constexpr, NUM_PARTS: tl.constexpr):
-    """Of a slot's part: its rank (0 without an adapter), its B and the way to the next expert's."""
+    """A slot's part: its rank (0 without an adapter), its B and the distance to the next
+    expert's."""
     entry = table + (tl.maximum(slot, 0) * NUM_PARTS + part) * _PART_WIDTH
     rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
     return tl.multiple_of(rank, 8), tl.load(entry + 3), tl.load(entry + 4)
@@ -95,7 +98,7 @@ def _ranks_of(b, rank, first, n, is_n):
 
 @triton.jit
 def _expand(acc, first_ranks, b, rank, h, n, is_n):
-    """acc + B[n] h for one pair; `first_ranks` are `_ranks_of` 0, loaded already."""
+    """acc + B[n] h for one pair; `first_ranks` are the already loaded `_ranks_of` 0."""
     weight = first_ranks
     for first in range(0, rank, RANK_BLOCK):
         if first > 0:
@@ -120,10 +123,10 @@ def activate(
     top_k, n_size, up_max_rank, max_rank,
     KIND: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A pair's activations from its two products, and what its adapter shrinks them to.
+    """Compute a pair's activations from its two products, and their shrink by its adapter.
 
-    Each program takes BLOCK_N of a pair's columns, and leaves a partial sum. The routing may be
-    read at once: with adapters, `_up` lets this begin only when it has waited for it.
+    Each program takes BLOCK_N of a pair's columns and writes a partial sum. It may read the routing
+    at once: with adapters, `_up` waits for the routing before it lets this kernel start.
     """
     let_next_begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
@@ -166,7 +169,8 @@ def expand_tile(
     out, shrunk, weights, experts, slots, pool, table, tile, num_tokens, n_size, max_rank,
     TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of weight * B h of EXPAND_N columns of a token's pairs, behind the pairs' outputs."""
+    """The sum of weight * B h of EXPAND_N columns of a token's pairs, stored after the pairs'
+    outputs."""
     tiles = tl.cdiv(n_size, EXPAND_N)
     token = (tile // tiles).to(tl.int64)
     n = tile % tiles * EXPAND_N + tl.arange(0, EXPAND_N)
@@ -201,7 +205,8 @@ def add_to_scores(
     scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split, hidden_row,
     LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a block of tokens with what each one's own adapter adds; most add nothing."""
+    """Scores of a block of tokens plus the addition of each token's adapter, which is mostly
+    zero."""
     slot = tl.load(slots + r, mask=r < num_rows, other=-1)
     entry = table + tl.maximum(slot, 0) * 5
     rank = tl.where(slot >= 0, tl.load(entry + 3).to(tl.int32), 0)

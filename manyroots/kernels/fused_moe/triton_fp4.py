@@ -1,8 +1,9 @@
-"""Experts' products with weights in MXFP4, made bfloat16 in registers.
+"""Experts' products with weights in MXFP4, converted to bfloat16 in registers.
 
-A tile of a weight is 16 words of eight numbers in each row (`kernels/mxfp4.py` says which). What
-words become lies as the matrix instruction wants it, a number of each in every 16 columns, so it
-never goes through shared memory. Each number is multiplied by its group's power of two: exact.
+A tile of a weight is 16 words of eight numbers in each row (`kernels/mxfp4.py` gives the layout).
+Unpacked words are already in the layout of the matrix instruction, one number of each word in every
+16 columns, so they never pass through shared memory. Each number is multiplied by its group's power
+of two, which is exact.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from manyroots.kernels.gemm.triton_words import words_of
 from manyroots.kernels.mxfp4 import TILE, WORD, Mxfp4Matrix
 
 FOUR_BITS = tl.constexpr(-4)
-"""What SCALED is where a weight is in MXFP4."""
+"""The value of SCALED for a weight in MXFP4."""
 _TILE = tl.constexpr(TILE)
 _SLICES = tl.constexpr(WORD)
 _SLICE = tl.constexpr(TILE // WORD)
 _REST = tl.constexpr(2.0**26)
-"""A number's bits are those of a bfloat16 that is 2^126 times too small. The power that it is
-multiplied by has 2^100 of that; sums get the rest."""
+"""The bits of a number are those of a bfloat16 that is 2^126 times too small. The group's factor
+includes 2^100 of this; sums get the rest."""
 
 
 @triton.jit
@@ -77,8 +78,8 @@ def _bfloat16_numbers(words, power0, power1, power2, power3):
 
 @triton.jit
 def _powers(exponents):
-    """The powers of two of a tile's four groups, each as two bfloat16 numbers: 2^100 times as
-    large, so that no power is too large."""
+    """The powers of two of a tile's four groups, each as two bfloat16 numbers, times 2^100 so that
+    no power overflows."""
     return tl.inline_asm_elementwise(
         """
         prmt.b32 $0, $4, 0, 0x4040;
@@ -116,7 +117,7 @@ def _number(words, exponents, which: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def fp4_words(weight, row, k_size):
-    """Where the words of the first tile of these rows are: [n, 16]."""
+    """Addresses of the words of these rows' first tile: [n, 16]."""
     in_row = tl.cdiv(k_size, _TILE) * _SLICE
     return weight + row[:, None] * in_row + tl.arange(0, _SLICE)[None, :]
 
@@ -125,8 +126,8 @@ def fp4_words(weight, row, k_size):
 def fp4_numbers(
     words, exponents, dtype: tl.constexpr, BLOCK_N: tl.constexpr, FAST: tl.constexpr
 ):  # fmt: skip
-    """A tile [n, 128] of the numbers in words [n, 16], whose groups' exponents are a word for each
-    row. With FAST they are those of `whole_sums`."""
+    """A tile [n, 128] of the numbers in words [n, 16]. Each row has one word with its groups'
+    exponents. With FAST the numbers are those that `whole_sums` expects."""
     own = exponents[:, None]
     if FAST and dtype == tl.bfloat16:
         p0, p1, p2, p3 = _powers(own)
@@ -148,15 +149,15 @@ def fp4_numbers(
 
 @triton.jit
 def whole_sums(sums, dtype: tl.constexpr, FAST: tl.constexpr):
-    """Sums of products with `fp4_numbers`, which FAST has left 2^26 times too small."""
+    """Sums of products with `fp4_numbers`; with FAST these are 2^26 times too small."""
     if FAST and dtype == tl.bfloat16:
         sums *= _REST
     return sums
 
 
 def operand_of(weight: ExpertMatrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """What a kernel is given of a weight: see `words_of`. Of MXFP4 its words, its exponents by
-    four, how many of those a row has, and FOUR_BITS."""
+    """A kernel's arguments for a weight: see `words_of`. For MXFP4: its words, its exponents by
+    four, their number per row, and FOUR_BITS."""
     if not isinstance(weight, Mxfp4Matrix):
         return words_of(weight, other)
     exponents = weight.exponents.view(torch.int32)

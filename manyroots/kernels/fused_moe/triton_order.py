@@ -1,8 +1,8 @@
-"""Many tokens' pairs in the order of their experts: a counting sort in two launches.
+"""Sorts many tokens' pairs by expert: a counting sort in two launches.
 
-Takes the expert of each pair; gives a `Routing` whose pairs of one expert lie together, in the
-order of tokens and without gaps, cut into tiles for `triton_tiles.py`. The host learns nothing of
-how many pairs an expert has: there is room for the most tiles that can be.
+Takes the expert of each pair. Gives a `Routing` whose pairs of one expert are adjacent, in the
+order of tokens and without gaps, cut into tiles for `triton_tiles.py`. The host does not learn an
+expert's number of pairs: there is room for the most tiles possible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyroots.kernels.fused_moe.routing import Routing, Tiles
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 CHUNK = 128
-"""Pairs that a program looks at together."""
+"""Pairs that a program reads at once."""
 MOST_CHUNKS = 8
 FEWEST_BLOCKS = 64
 COUNTED_BLOCKS = 32
@@ -28,7 +28,7 @@ def _count(
     chosen, counts, num_pairs,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """How many pairs of each expert are in a block of pairs."""
+    """The number of pairs of each expert in a block of pairs."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     e = tl.arange(0, BLOCK_E)
@@ -45,7 +45,7 @@ def _count(
 def _cut(
     groups, tiles, num_tiles, mine, total, TILE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr
 ):  # fmt: skip
-    """Expert `mine`'s group, and its tiles behind those of the experts before it."""
+    """Write expert `mine`'s group, and its tiles after those of earlier experts."""
     e = tl.arange(0, BLOCK_E)
     cuts = (total + TILE_ROWS - 1) // TILE_ROWS
     begin = tl.sum(tl.where(e < mine, total, 0))
@@ -71,7 +71,7 @@ def _place(
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_B: tl.constexpr,
     TILE_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program for each block of pairs, which puts them into their places; and one per expert."""
+    """One program per block of pairs, which stores them in order, and one per expert."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
@@ -93,7 +93,7 @@ def _place(
     for at in range(block * BLOCK, (block + 1) * BLOCK, CHUNK):
         p = at + tl.arange(0, CHUNK)
         expert = tl.load(chosen + p, mask=p < num_pairs, other=-1)
-        # Sums over two tables rather than a scan of one, which is several times slower.
+        # Sums over two tables: a scan of one table is several times slower.
         mine = expert[:, None] == e[None, :]
         other = at + tl.arange(0, CHUNK)
         others = tl.load(chosen + other, mask=other < num_pairs, other=-1)
@@ -104,7 +104,7 @@ def _place(
 
 
 def ordered(chosen: Tensor, weights: Tensor, num_experts: int, *, tile_rows: int) -> Routing:
-    """The routing of tokens that go to the experts `chosen`, int32 [num_tokens, top_k]."""
+    """The routing of tokens that use the experts `chosen`, int32 [num_tokens, top_k]."""
     num_pairs, device = chosen.numel(), chosen.device
     chunks = MOST_CHUNKS
     while chunks > 1 and triton.cdiv(num_pairs, chunks * CHUNK) < FEWEST_BLOCKS:

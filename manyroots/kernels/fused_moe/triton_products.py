@@ -1,10 +1,10 @@
-"""The experts' two products: the tiles they are made of, and both in one launch.
+"""The experts' two products: their tiles, and both products in one launch.
 
-Without adapters nothing lies between the products, so `both_products` has the programs of both: the
-second's come behind the first's, and each waits for its own expert alone. That one was done long
-ago, but for the last few: memory stays busy from the first product's beginning to the second's end.
-A program waits only for programs before it, and programs begin in order: whoever is waited for has
-begun, and waits for nobody.
+Without adapters nothing comes between the products, so `both_products` has the programs of both.
+The second product's programs come after the first's, and each waits only for its own expert. Except
+for the last few experts, that was finished long before, so memory stays busy throughout. A program
+waits only for earlier programs, and programs start in order. The awaited program has therefore
+started and waits for none, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_in
 
 @triton.jit
 def group_at(groups, group):
-    """A group's expert, and where its pairs begin and end."""
+    """A group's expert, and the start and end of its pairs."""
     at = groups + 3 * group
     return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
 
@@ -36,9 +36,10 @@ def add_product(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, in words of
-    four, and `scales` is where each of its rows has them, one for SCALED columns; 1: one for all,
-    applied at the end. With FOUR_BITS it is in MXFP4, and they are exponents."""
+    """Add a tile of a weight times rows to `acc`. With SCALED the weight is in FP8, in words of
+    four. `scales` then points to each row's scales, one per SCALED columns; with 1, one scale for
+    the row is applied at the end. With FOUR_BITS the weight is in MXFP4, and `scales` are
+    exponents."""
     if SCALED == FOUR_BITS:
         exponents = tl.load(scales + at // BLOCK_K)
         numbers = fp4_numbers(weight, exponents, rows.dtype, BLOCK_N, FAST)
@@ -56,7 +57,7 @@ def add_product(
 
 @triton.jit
 def _words_at(weight, row, k_size, BLOCK_K: tl.constexpr, SCALED: tl.constexpr):
-    """Where the first tile of a weight's rows is."""
+    """Address of the first tile of a weight's rows."""
     if SCALED == FOUR_BITS:
         at = fp4_words(weight, row, k_size)
     else:
@@ -70,8 +71,8 @@ def _words_at(weight, row, k_size, BLOCK_K: tl.constexpr, SCALED: tl.constexpr):
 def _tile_at(
     words, at, k_size, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr
 ):  # fmt: skip
-    """The tile from column `at` on; what lies behind the end of a row is zeros."""
-    if SCALED == FOUR_BITS:  # which has zeros there
+    """The tile from column `at` on; columns past the end of a row are zero."""
+    if SCALED == FOUR_BITS:  # it has zeros there
         tile = tl.load(words + at // 8, eviction_policy="evict_first")
     else:
         word: tl.constexpr = 4 if SCALED else 1
@@ -142,7 +143,7 @@ def down_product(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
         weight = _tile_at(w_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
-        # Activations past the first cache, which does not see what other programs write.
+        # Load activations past the first-level cache, which does not see other programs' writes.
         if EVEN_K:
             hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
         else:
@@ -170,9 +171,9 @@ def both_products(
     DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
     DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(activation(gate, up)) of each pair, at its own place. The first `num_first`
-    programs compute the first product; `done` counts each group's tiles, and is zero again at the
-    end."""
+    """weight * down(activation(gate, up)) of each pair, stored by pair. The first `num_first`
+    programs compute the first product. `done` counts each group's finished tiles and is zero again
+    at the end."""
     let_next_begin(DEPENDENT)
     tile = tl.program_id(0)
     if tile < num_first:
@@ -192,7 +193,7 @@ def both_products(
             value = tl.trans(activated(gate, up, KIND))
             tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
         if end > begin:
-            # All of this program's stores, then the count.
+            # Store all results of this program, then count.
             tl.debug_barrier()
             tl.atomic_add(done + group, 1, sem="release")
         return

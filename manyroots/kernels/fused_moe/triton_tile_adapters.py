@@ -1,8 +1,8 @@
 """Adapters of experts for many tokens, in Triton.
 
-Many pairs of a tile share an adapter's matrix, and pairs of one adapter are neighbours, so a tile
-takes its adapters one after the other and each takes its own rows. `shrink` is a launch before
-each product; `expand_part` belongs to the products of `triton_tiles.py`.
+Many pairs of a tile share an adapter's matrix, and pairs of one adapter are adjacent. A tile
+therefore applies its adapters one after the other, each to its own rows. `shrink` is a launch
+before each product; `expand_part` belongs to the products of `triton_tiles.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 
 SHRINK_ROWS = 64
 WIDE_BYTES = 512
-"""Of all ranks of a site: beyond, less of the inner dimension fits into shared memory."""
+"""Bytes of all ranks of a site. With more, less of the inner dimension fits into shared memory."""
 RANK_BLOCK = tl.constexpr(64)
 """Most ranks that are multiplied at once."""
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
 def rank_block(max_rank: int) -> int:
-    """How many columns a part of a site has in what x is shrunk to."""
+    """Columns of one part of a site in the shrink of x."""
     return max(16, int(triton.next_power_of_2(max_rank)))
 
 
 @triton.jit
 def slots_of(slots, token, is_pair):
-    """The adapter of each pair of a tile; -1 where there is none."""
+    """The adapter of each pair of a tile; -1 for none."""
     return tl.where(is_pair, tl.load(slots + token), -1)
 
 
@@ -78,8 +78,8 @@ def _shrink(
 
 
 def shrink(x: Tensor, routing: Routing, tiles: Tiles, site: ExpertSite, slots: Tensor) -> Tensor:
-    """scaling * A x of every pair, in the order of `routing.pairs`; x is of tokens (for gate and
-    up) or, in that order, of pairs (for down)."""
+    """scaling * A x of every pair, in the order of `routing.pairs`. Rows of x are tokens (for gate
+    and up) or pairs in that order (for down)."""
     rank = rank_block(site.max_rank)
     num_pairs, device = routing.pairs.shape[0], x.device
     out = torch.empty(num_pairs, site.num_parts * rank, dtype=x.dtype, device=device)
@@ -101,8 +101,8 @@ def expand_part(
     shrunk, pool, table, slot, left, m, expert, n, n_size, first,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both sides of h B^T for a slot's own rows of a tile, from rank `first` on: [rows, ranks] and
-    [n, ranks]."""
+    """Both factors of h B^T for a slot's own rows of a tile, from rank `first` on: [rows, ranks]
+    and [n, ranks]."""
     entry = table + (slot * NUM_PARTS + PART) * _PART_WIDTH
     rank = tl.load(entry + 2).to(tl.int32)
     b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)

@@ -1,12 +1,13 @@
 """The experts' two products for many tokens: each expert's pairs in tiles, on matrix units.
 
-Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x by itself
-and leaves the activations in the order of pairs. `_down` puts each pair's weighted output back into
-the order of tokens, in float32: rounded, what a token's experts cancel would be lost. With weights
-in FP8 rows are rounded to FP8 before either product, as `scaled_gemm` does; adapters read them as
-they were. Weights come by tensor descriptors, which cost programs no registers. `_down` has a short
-inner dimension, so its programs stay and take tile after tile: the next one's operands are on their
-way while the last one's output leaves.
+Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x and
+writes the activations in the order of pairs. `_down` writes each pair's weighted output in the
+order of tokens. That output is float32: rounding would lose what a token's experts cancel.
+
+With FP8 weights, rows are rounded to FP8 before either product, as `scaled_gemm` does; adapters
+read the original rows. Weights are loaded through tensor descriptors, which cost no registers.
+`_down` has a short inner dimension, so its programs are persistent: they load the next tile's
+operands while they store the last tile's output.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from manyroots.kernels.triton_fp8_rows import in_fp8
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """How a product cuts up its output and its inner dimension; found by measurement."""
+    """Tile sizes of a product's output and inner dimension; found by measurement."""
 
     columns: int
     inner: int
@@ -51,7 +52,7 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class TileShapes:
-    """Of both products."""
+    """Tile sizes of both products."""
 
     up: TileShape
     down: TileShape
@@ -59,29 +60,29 @@ class TileShapes:
 
 SMALL_ROWS, LARGE_ROWS = 64, 128
 SMALL_PAIRS = 56
-"""Most pairs per expert, on average, for which small tiles are faster: what counts there is to
-read the weights."""
+"""Up to this average number of pairs per expert, small tiles are faster, because reading the
+weights dominates."""
 SMALL = TileShapes(TileShape(128, 64, 4, 4), TileShape(128, 64, 4, 4))
 LARGE = TileShapes(TileShape(128, 64, 4, 8), TileShape(128, 64, 3, 4))
 FP8_SMALL = TileShapes(TileShape(128, 128, 4, 4), TileShape(128, 128, 4, 4))
 FP8_LARGE = TileShapes(TileShape(128, 128, 4, 8), TileShape(128, 128, 3, 4))
-"""Of FP8: the same bytes. Not measured yet."""
+"""For FP8: the same bytes per tile. Not measured yet."""
 FP4_SMALL = TileShapes(TileShape(64, TILE, 3, 4), TileShape(128, TILE, 3, 4))
 FP4_LARGE = TileShapes(TileShape(64, TILE, 3, 4), TileShape(128, TILE, 3, 8))
 FP4_FLOAT32 = TileShapes(TileShape(32, TILE, 1, 8), TileShape(32, TILE, 1, 8))
 FLOAT32 = TileShapes(TileShape(32, 16, 2, 8), TileShape(32, 16, 2, 8))
-"""No matrix units, and half the room."""
+"""Without matrix units, and with half the shared memory."""
 DOWN_PROGRAMS = 2
-"""Programs of `_down` that a multiprocessor has room for."""
+"""Programs of `_down` that fit on a multiprocessor."""
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """How many pairs a tile should have."""
+    """The number of pairs of a tile."""
     return SMALL_ROWS if num_pairs <= SMALL_PAIRS * num_experts else LARGE_ROWS
 
 
 def _shapes(rows: int, dtype: torch.dtype, weights: ExpertWeights) -> TileShapes:
-    """What was fastest on an H200."""
+    """The fastest sizes on an H200."""
     if weights.is_fp4 and dtype == torch.float32:
         return FP4_FLOAT32
     if weights.is_fp4:
@@ -97,7 +98,7 @@ def _shapes(rows: int, dtype: torch.dtype, weights: ExpertWeights) -> TileShapes
 def _times(
     acc, xs, weight, x_scales, w_scales, at, x_group, w_group, SCALED: tl.constexpr
 ):  # fmt: skip
-    """acc + xs W^T. With SCALED above 1, so many columns of each have a scale of their own."""
+    """acc + xs W^T. With SCALED above 1, that many columns of each share a scale."""
     if SCALED > 1:
         ours = tl.load(x_scales + at // SCALED * x_group)
         theirs = tl.load(w_scales + at // SCALED * w_group)
@@ -107,7 +108,7 @@ def _times(
 
 @triton.jit
 def _scaled_whole(acc, x_scales, w_scales):
-    """Sums of products whose scales are of whole rows."""
+    """Sums of products with one scale per row."""
     return acc * (tl.load(x_scales)[:, None] * tl.load(w_scales)[None, :])
 
 
@@ -119,8 +120,8 @@ def _up(
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate, up) of a tile's pairs. With FOUR_BITS weights are the rows of a product that
-    is turned around behind it: what is made in registers can only be those."""
+    """activation(gate, up) of a tile's pairs. With FOUR_BITS the weights are the left factor, and
+    the product is transposed afterwards: only the left factor can come from registers."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     tiles_n = tl.cdiv(n_size, BLOCK_N)
@@ -150,7 +151,7 @@ def _up(
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for at in range(0, k_size, BLOCK_K):
-            # What lies behind the end of a weight's row is read as zeros.
+            # Columns past the end of a weight's row are read as zeros.
             if EVEN_K:
                 xs = tl.load(x_at + at)
             else:
@@ -194,7 +195,7 @@ def _down(
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, RANK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(inner) of one tile's pairs after the other's, each at its own pair's place."""
+    """weight * down(inner) of the pairs, tile after tile, stored by pair."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     tiles_n = tl.cdiv(n_size, BLOCK_N)
@@ -241,7 +242,7 @@ def _down(
                 left = tl.where(left == slot, -1, left)
                 slot = tl.max(left)
         acc *= tl.load(weights + pair)[:, None]
-        # In two halves: a whole tile on its way out would take the room of a second program.
+        # Stored in two halves: a whole tile would take the shared memory of a second program.
         halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
         left_half, right_half = tl.split(halves)
         n = first_n + tl.arange(0, BLOCK_N // 2)
@@ -296,32 +297,32 @@ def experts_in_tiles(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What a product multiplies."""
+    """The factors of a product."""
 
     rows: Tensor
     weight: Tensor
     row_scales: Tensor
     weight_scales: Tensor
     strides: tuple[int, ...]
-    """From one row's scale to the next, and from one group's: of rows, and of weights."""
+    """Strides of the scales: by row and by group, for rows and for weights."""
     scaled: int
-    """For how many columns scales are: 1 stands for all of a row, 0 for no scales; or FOUR_BITS."""
+    """Columns per scale: 1 means a whole row, 0 no scales; or FOUR_BITS."""
 
     def described_rows(self, rows: int, cut: TileShape) -> Tensor | TensorDescriptor:
-        """As a kernel reads them in tiles."""
+        """The rows, as a kernel reads them in tiles."""
         if self.scaled == FOUR_BITS.value:
             return self.rows
         return _described(self.rows, rows, cut.inner)
 
     def described_weight(self, cut: TileShape) -> Tensor | TensorDescriptor:
-        """The same of the weight."""
+        """The same for the weight."""
         if self.scaled == FOUR_BITS.value:
             return self.weight
         return _described(self.weight, cut.columns, cut.inner)
 
 
 def _operands(x: Tensor, weight: ExpertMatrix) -> _Operands:
-    """Rows and a weight as they are, or where the weight is in FP8 both in it."""
+    """Rows and a weight unchanged, or both in FP8 if the weight is."""
     if isinstance(weight, Mxfp4Matrix):
         words, exponents, in_row, scaled = operand_of(weight, x)
         return _Operands(x, words, x, exponents, (0, 0, in_row, 1), scaled)
@@ -336,8 +337,8 @@ def _operands(x: Tensor, weight: ExpertMatrix) -> _Operands:
 def _around(
     x: Tensor, routing: Routing, adapters: ExpertAdapters | None, *, is_up: bool
 ) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
-    """What a product is given of adapters: 0 where there are none, and then what is of no account;
-    else how many ranks a part has in what x is shrunk to, that, and where the other half is."""
+    """A product's arguments for adapters. Without adapters: 0, then unused values. Otherwise: the
+    ranks of a part in the shrink of x, the shrink, and the addresses of B."""
     if adapters is None or routing.tiles is None:
         return 0, x, x, x, x
     site = adapters.gate_up if is_up else adapters.down

@@ -1,4 +1,4 @@
-"""RMS norms beside a gate, behind recurrent mixers; naive, in float32."""
+"""Reference of RMS norms with a gate, which follow recurrent mixers; in float32."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-    """Over the last dimension of x [tokens, groups, n]: rms_norm(x) * weight * silu(gate), or with
-    `gate_first` rms_norm(x * silu(gate)) * weight. `weight` [n] or [groups, n]. A gate's
-    groups may be in two dimensions. In x's dtype."""
+    """Normalise the last dimension of x [tokens, groups, n]: rms_norm(x) * weight * silu(gate), or
+    with `gate_first` rms_norm(x * silu(gate)) * weight. `weight` is [n] or [groups, n]. A gate's
+    groups may be in two dimensions. The result has x's dtype."""
     values, opened = x.float(), F.silu(gate.reshape(x.shape).float())
     if gate_first:
         values = values * opened
@@ -29,8 +29,8 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def add_gated(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`sums` and `shared` are [tokens, n] each, or partial sums of it: the first, and the second
-    times the sigmoid of x [tokens, hidden] times weight [hidden]; float32 [tokens, n]."""
+    """Add two terms, each [tokens, n] or partial sums of it: `sums`, and `shared` times the sigmoid
+    of x [tokens, hidden] times weight [hidden]. Returns float32 [tokens, n]."""
     gate = torch.sigmoid(x.float() @ weight.float())
     return _added_up(sums) + gate[:, None] * _added_up(shared)
 

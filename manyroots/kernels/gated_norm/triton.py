@@ -1,4 +1,4 @@
-"""RMS norms beside a gate, in Triton. Same signatures as `reference.py`."""
+"""RMS norms with a gate, in Triton. Same signatures as `reference.py`."""
 
 from __future__ import annotations
 
@@ -90,15 +90,15 @@ def _add_gated(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
-    """Over the last dimension of x [tokens, groups, n]: rms_norm(x) * weight * silu(gate), or with
-    `gate_first` rms_norm(x * silu(gate)) * weight. `weight` [n] or [groups, n]. A gate's groups may
-    be in two dimensions. In x's dtype."""
+    """Normalise the last dimension of x [tokens, groups, n]: rms_norm(x) * weight * silu(gate), or
+    with `gate_first` rms_norm(x * silu(gate)) * weight. `weight` is [n] or [groups, n]. A gate's
+    groups may be in two dimensions. The result has x's dtype."""
     num_tokens, groups, n = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(n)
     if gate.dim() == 3:
         gate = gate.unsqueeze(2)
-    # Of many tokens each program takes several short rows.
+    # With many tokens each program takes several short rows.
     block_g = 1 if num_tokens <= FEW_TOKENS else max(1, BLOCK // block)
     _gated_norm[(num_tokens, triton.cdiv(groups, block_g))](
         x, gate, weight, out, eps, groups, n, x.stride(0), x.stride(1), gate.stride(0),
@@ -110,8 +110,8 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_firs
 
 
 def add_gated(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """`sums` and `shared` are [tokens, n] each, or partial sums of it: the first, and the second
-    times the sigmoid of x [tokens, hidden] times weight [hidden]; float32 [tokens, n]."""
+    """Add two terms, each [tokens, n] or partial sums of it: `sums`, and `shared` times the sigmoid
+    of x [tokens, hidden] times weight [hidden]. Returns float32 [tokens, n]."""
     sums, parts = as_splits(sums), as_splits(shared)
     num_splits, num_tokens, n = sums.shape
     out = torch.empty(num_tokens, n, dtype=torch.float32, device=sums.device)
@@ -135,7 +135,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
-    if x.dim() == 3:  # heads of a gate need not lie side by side
+    if x.dim() == 3:  # heads of a gate need not be adjacent
         return _rows(x.flatten(1), gate.flatten(1), silu=silu).view(x.shape)
     num_rows, n = x.shape
     out = torch.empty(num_rows, n, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""A few rows times a large weight, naive, with the adapters' shrink of the same input."""
+"""Reference of a few rows times a large weight, with the adapters' shrink of the same input."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.scaled import Matrix, plain
 
 ROWS_AT_ONCE: int | None = None
-"""How many rows a block of products takes at once at most; None: all."""
+"""Most rows that a block of products takes at once; None: all."""
 
 
 def is_for(num_rows: int, weight: Matrix, *, has_adapters: bool = False) -> bool:
-    """Whether `linear` computes this."""
+    """Whether `linear` supports this product."""
     return True
 
 
 def form_for(num_rows: int, weight: Matrix, keeps_values: bool) -> None:
-    """What `linear` wants rows in: as they are."""
+    """The form in which `linear` reads rows: unchanged."""
 
 
 def linear(
@@ -31,8 +31,9 @@ def linear(
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
-    """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
-    in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    """Multiply x [rows, k] with weight [n, k] transposed and add a bias [n]. Returns partial sums
+    [splits, rows, n] in float32 or one product in x's dtype and, given a site, its adapters' shrink
+    of x."""
     if isinstance(x, DeferredRMSNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors

@@ -1,4 +1,4 @@
-"""Products with torch's operators, adapters included: the path of a CPU. See `reference.py`."""
+"""Products with torch's operators, including adapters; used on CPUs. See `reference.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from manyroots.kernels.packed import PIECE, PackedMatrix
 from manyroots.kernels.scaled import Matrix, plain
 
 ROWS_AT_ONCE: int | None = PIECE
-"""What a feed-forward block has in between then stays in the cache, and in memory that is at hand:
-of 2240 rows of 576 numbers this takes 4% less time (Neoverse-N1), of 512 at once 2%."""
+"""Then the intermediate results of a feed-forward block stay in the cache. 2240 rows of 576 numbers
+take 4% less time (Neoverse-N1); with 512 rows at once, 2% less."""
 
 
 def is_for(
@@ -22,12 +22,12 @@ def is_for(
     *,
     has_adapters: bool = False,
 ) -> bool:
-    """Whether `linear` computes this."""
+    """Whether `linear` supports this product."""
     return True
 
 
 def form_for(num_rows: int, weight: Matrix | PackedMatrix, keeps_values: bool) -> None:
-    """What `linear` wants rows in: as they are."""
+    """The form in which `linear` reads rows: unchanged."""
 
 
 def linear(
@@ -37,7 +37,7 @@ def linear(
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """The whole product; nothing is left for a reader to finish."""
+    """The complete product; the next operation has nothing to add."""
     if isinstance(weight, PackedMatrix | BlockMatrix):
         y = weight.times(x, bias)
     else:

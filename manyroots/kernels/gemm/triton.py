@@ -1,13 +1,14 @@
-"""A few rows times a large weight: a kernel that reads the weight as fast as memory gives it.
+"""A few rows times a large weight: a kernel that reads the weight at the speed of memory.
 
-Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
-rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
-the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 numbers each
-(`fp8_rows.py`). The adapters' A are further tiles of the same launch: their bytes cost what bytes
-cost, their arithmetic nothing. So steps of up to 128 rows with adapters are multiplied here, too;
-without, narrow weights alone. While the kernel before this one still runs,
-a program's first tile of the weight is already on its way into the cache; asking for more made
-steps slower. Shapes that `triton_hopper.py` is faster with go there.
+Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so 16 rows
+cost no more than one. The inner dimension may be split; the next kernel adds up the partial sums.
+FP8 weights are multiplied without conversion, with rows in two FP8 numbers each (`fp8_rows.py`).
+
+The adapters' A are additional tiles of the same launch: they cost the time to read them, and their
+arithmetic is free. Steps of up to 128 rows with adapters therefore use this kernel; without
+adapters, only narrow weights do. While the previous kernel still runs, a program prefetches its
+first tile of the weight; prefetching more made steps slower. `triton_hopper.py` takes the shapes
+for which it is faster.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ MAX_ROWS, MAX_NARROW_ROWS = 64, 128
 BLOCK_N = 64
 BLOCK_K = 128
 FEW_ROWS = 16
-"""Up to which a product with FP8 adds up in float32 at no cost."""
+"""Up to this many rows, a product with FP8 accumulates in float32 at no cost."""
 SOME_ROWS = 32
-"""Up to which rows leave room for wide tiles."""
+"""Up to this many rows, wide tiles fit."""
 INT8: tl.constexpr = tl.constexpr(-1)
-"""What SCALED is where a weight is in INT8: rows are multiplied as they are."""
+"""The value of SCALED for a weight in INT8; rows are then multiplied unchanged."""
 INNER_STEP = 8
-"""The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
+"""The inner dimension must be a multiple of this, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
 MANY_TILES = 264
-"""Of 64 rows of a weight: more than two for each multiprocessor."""
+"""Tiles of 64 rows of a weight: more than two per multiprocessor."""
 NARROW_TILES, WIDEST_TILES = 66, 1024
-"""Of the same: two halves of each fit at once, and more than any product has but the head's."""
+"""The same tiles: two halves of each fit at once. Only the output head has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How one shape is cut up; found by measurement."""
+    """Tile sizes for one shape; found by measurement."""
 
     block_n: int
     block_k: int
@@ -70,12 +71,13 @@ def _scaled_product(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SCALED: tl.constexpr, GROUP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`_product` with W in FP8 and rows in two numbers of it each, which are rows of one operand.
+    """`_product` with W in FP8 and rows in two FP8 numbers each, which are rows of one operand.
 
-    `scales` is where each row of W has its own, one for SCALED columns; 1: one for all. Rows have a
-    scale for each GROUP columns; 0: one for all. The matrix instructions of FP8 keep sums to some
-    14 bits. Where scales differ from tile to tile, or PRECISE asks for it, a tile's sums are added
-    up in float32; otherwise the error is less than that of a product in bfloat16."""
+    `scales` points to each row's scales of W, one per SCALED columns; with 1, one per row. Rows
+    have a scale per GROUP columns; with 0, one per row. The FP8 matrix instructions keep sums to
+    some 14 bits. A tile's sums are added up in float32 if scales differ between tiles or PRECISE
+    requires it. Otherwise the error is smaller than that of a bfloat16 product.
+    """
     both = tl.arange(0, 2 * BLOCK_M)
     row = both % BLOCK_M
     is_row = row < num_rows
@@ -83,7 +85,7 @@ def _scaled_product(
     x_at = parts + (both // BLOCK_M * num_rows + row)[:, None] * k_size + k[None, :]
     w_at = w_rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
-    # Read a tile ahead: a scale that a sum waited for would cost as much as the tile.
+    # Loaded one tile ahead: waiting for a scale would cost as much as a tile.
     if GROUP:
         own = tl.load(x_scales + first // GROUP * num_rows + row, mask=is_row, other=0.0)
     if SCALED > 1:
@@ -133,7 +135,7 @@ def _product(
     w_at = w_rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(first, last, BLOCK_K):
-        # Masked, not clamped: a hundred programs reading one row many times would queue for it.
+        # Masked, not clamped: a hundred programs that read one row many times would queue for it.
         row_mask = (m < num_rows)[:, None]
         weight_mask = row_ok[:, None]
         if not EVEN_K:
@@ -160,7 +162,7 @@ def _squares_of(squares, num_pieces, num_rows, BLOCK_M: tl.constexpr, PIECES: tl
 
 @triton.jit
 def _divided(acc, of_pieces, k_size, eps):
-    """Products with rows that their norm left undivided, divided."""
+    """Divide products of rows that their norm left undivided."""
     return acc * tl.rsqrt(tl.sum(of_pieces, axis=1) / k_size + eps)[None, :]
 
 
@@ -171,12 +173,12 @@ def _shrink_tile(
     NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The adapters' A, one block's after the other's, as further tiles of weights.
+    """Multiply the adapters' A, one block after the other, as additional tiles of weights.
 
-    Each of a tile's rows knows its block of rows of x, and is stored for those alone.
+    Each of a tile's rows has one block of rows of x, and its result is stored for that block only.
     """
     v = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Eight ranks at a time are of one adapter.
+    # Each group of eight ranks belongs to one adapter.
     block = tl.max_constancy(v // width, 8)
     n = tl.max_contiguous(tl.multiple_of(v % width, 8), 8)
     count_blocks = tl.load(num_blocks)
@@ -192,7 +194,7 @@ def _shrink_tile(
         for part in tl.static_range(1, NUM_PARTS):
             later = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
             scale = tl.where(n >= tl.load(entry + 2 + 3 * part).to(tl.int32), later, scale)
-        # Adapters may leave this product alone.
+        # The adapters may not change this product.
         if tl.max(row_ok.to(tl.int32), axis=0) > 0:
             wait_for_inputs(DEPENDENT)
             if PIECES:
@@ -239,7 +241,7 @@ def _linear(
         line = tl.minimum(line, tl.maximum(k_size - 1 - first, 0))
     prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
     if HAS_BIAS:
-        # Of the first split alone: the others' sums are added to its.
+        # Added to the first split only: the other splits' sums are added to it.
         biased = tl.where(split == 0, n_size, 0)
         added = tl.load(bias + n, mask=n < biased, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
@@ -268,16 +270,17 @@ def _linear(
 
 
 def is_for(num_rows: int, weight: Matrix, *, has_adapters: bool = False) -> bool:
-    """Whether `linear` computes this. Up to MAX_ROWS a product is bound by reading its weight, and
-    it reads that faster than the library does. Up to MAX_NARROW_ROWS it still does where a weight
-    has few rows, or where the adapters' A come with it; beyond, it is the library's."""
+    """Whether `linear` supports this product. Up to MAX_ROWS, reading the weight bounds a product,
+    and this kernel reads it faster than the library. Up to MAX_NARROW_ROWS this still holds if a
+    weight has few rows, or if the adapters' A are in the same launch. The library takes larger
+    products."""
     if isinstance(weight, Tensor):
         if weight.shape[1] % INNER_STEP:
             return False
         return num_rows <= MAX_ROWS or _is_for_many(num_rows, weight, has_adapters)
-    if isinstance(weight, Int8Matrix):  # the library would need it as numbers first
+    if isinstance(weight, Int8Matrix):  # the library would need it unpacked
         return num_rows <= MAX_NARROW_ROWS and weight.shape[1] % SIDE_STEP == 0
-    # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
+    # Rows of bytes must be whole 16-byte loads, and a tile must lie within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
     return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits
 
@@ -290,8 +293,8 @@ def _is_for_many(num_rows: int, weight: Tensor, has_adapters: bool) -> bool:
 
 
 def form_for(num_rows: int, weight: ScaledMatrix, keeps_values: bool) -> Fp8Form:
-    """What `linear` wants rows in, where it computes this. Up to FEW_ROWS scales of groups of
-    columns cost less than a kernel that finds one for a row."""
+    """The form in which `linear` reads rows that it supports. Up to FEW_ROWS, scales of groups of
+    columns cost less than a kernel that finds one scale per row."""
     return Fp8Form(2, None if num_rows <= FEW_ROWS else weight.shape[1], keeps_values)
 
 
@@ -304,8 +307,9 @@ def linear(
     *,
     tiling: Tiling | RingTiling | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
-    """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
-    in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    """Multiply x [rows, k] with weight [n, k] transposed and add a bias [n]. Returns partial sums
+    [splits, rows, n] in float32 or one product in x's dtype and, given a site, its adapters' shrink
+    of x."""
     rows_in, squares, num_pieces, eps = _parts_of(x)
     num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
@@ -314,7 +318,7 @@ def linear(
         tiling = tiling or triton_hopper.tiling_for(rows_in, weight)
         if isinstance(tiling, RingTiling):
             return triton_hopper.multiply(rows_in, weight, tiling, bias), None
-    assert not isinstance(tiling, RingTiling), "of whole rows without adapters alone"
+    assert not isinstance(tiling, RingTiling), "only whole rows without adapters"
     if tiling is None and isinstance(weight, ScaledMatrix):
         found = _early(rows_in, weight, bias, is_plain=squares is None and rows is None)
         if found is not None:
@@ -340,14 +344,14 @@ def linear(
     else:
         width, num_parts = site.width, site.num_parts
         assert width % RANK_STEP == 0, "adapters' ranks are rounded up"
-        # One sum is as precise as what is multiplied with it; parts are not to be rounded.
+        # A single sum is as precise as its factors; partial sums must not be rounded.
         kept = site.pool.dtype if splits == 1 else torch.float32
         hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
         term = LoraTerm(hidden, site, rows)
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
-    # Of FP8, rows are twice as many; adapters' tiles are as those of a plain weight.
+    # With FP8 there are twice as many rows; adapters' tiles stay as for a plain weight.
     least = 8 if operands.scaled > 0 and not num_parts else 16
     block_m = max(least, triton.next_power_of_2(num_rows))
     num_stages = tiling.num_stages
@@ -371,8 +375,8 @@ def linear(
 def _early(
     x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None, *, is_plain: bool
 ) -> Tensor | None:
-    """The product by the kernel to which weights come before the rows, where that has it.
-    `is_plain`: without adapters and what a norm left undone."""
+    """The product by the kernel that loads weights before the rows, if it supports the shape.
+    `is_plain`: without adapters and without a deferred norm."""
     tiling = triton_early.tiling_for(x, weight) if is_plain and bias is None else None
     if tiling is None:
         return None
@@ -383,22 +387,22 @@ def _early(
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """What a kernel is given of rows and a weight."""
+    """A kernel's arguments for rows and a weight."""
 
     x: Tensor
-    """Rows as they were; of no account where nobody reads them."""
+    """The original rows; unused if no adapter reads them."""
     rows: tuple[Tensor, Tensor]
-    """Rows in FP8 and their scales, of no account where the weight is plain."""
+    """Rows in FP8 and their scales; unused if the weight is plain."""
     weight: tuple[Tensor, Tensor, int]
-    """Its numbers, its scales, and how many of those a row has."""
+    """Its numbers, its scales, and the scales per row."""
     scaled: int
-    """For how many columns each is: 1 stands for all of a row, 0 for no scales; or INT8."""
+    """Columns per scale: 1 means a whole row, 0 no scales; or INT8."""
     group: int
-    """For how many columns rows have a scale; 0: one for all, or none."""
+    """Columns per scale of rows; 0: one for all, or none."""
 
     @property
     def tile_group(self) -> int:
-        """Of columns whose scales are the same, of rows and of the weight; 0: all."""
+        """Columns over which the scales of rows and of the weight are constant; 0: all."""
         return math.gcd(self.group, 0 if self.scaled == 1 else self.scaled)
 
 
@@ -423,7 +427,7 @@ def _operands(x: Tensor | Fp8Rows, weight: Matrix) -> _Operands:
 def _parts_of(
     x: Tensor | Fp8Rows | DeferredRMSNorm,
 ) -> tuple[Tensor | Fp8Rows, Tensor | None, int, float]:
-    """Rows, sums of squares, how many of those a row has, and what is added to their mean."""
+    """Rows, sums of squares, their number per row, and the epsilon of the mean."""
     if isinstance(x, DeferredRMSNorm):
         rows = x.values if x.in_fp8 is None else x.in_fp8
         return rows, x.squares, x.squares.shape[1], x.eps
@@ -431,15 +435,15 @@ def _parts_of(
 
 
 def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
-    """What was fastest on an H200 (132 multiprocessors), measured inside captured decode steps.
+    """The fastest sizes on an H200 (132 multiprocessors), measured inside captured decode steps.
 
-    All programs should run at once. How many fit depends on how deep their pipelines are: 6 stages
-    leave room for one per multiprocessor, 4 for two, 3 for three.
+    All programs should run at once. The depth of their pipelines limits how many fit: with 6 stages
+    one per multiprocessor, with 4 two, with 3 three.
     """
     tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
     if num_rows <= 16:
         fits = ((6, 110, 136), (3, 300, 408), (4, 190, 270))
-        # With adapters, splits cost their readers more: twice as many sums to add up.
+        # With adapters, splits cost the next kernel more: it adds up twice as many sums.
         for num_stages, fewest, most in fits if not lora_tiles else (fits[0], fits[2], fits[1]):
             for splits in (1, 2, 4):
                 if fewest <= tiles * splits <= most and _can_be_cut(k_size, splits):
@@ -447,9 +451,9 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
     if num_rows > MAX_ROWS and tiles > MANY_TILES:
         return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 6, 8)
     if lora_tiles and num_rows > SOME_ROWS and tiles - lora_tiles > MANY_TILES:
-        # Half as many tiles read the rows half as often, which are as large as a tile.
+        # Half as many tiles read the rows half as often, and the rows are as large as a tile.
         return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 4, 8)
-    # By the weight's own tiles: many more of adapters make it no less worth while.
+    # Counts only the weight's own tiles: many adapter tiles do not change the gain.
     splits = 1
     while (tiles - lora_tiles) * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2
@@ -459,10 +463,10 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
 def _scaled_tiling(
     num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0, group: int = 0
 ) -> Tiling:
-    """The same of FP8: half of the bytes, and rows that take as many as in bfloat16. `group`: of
-    columns that share a scale, in which tiles lie; 0: all do."""
+    """The same for FP8: half the bytes, and rows with as many bytes as in bfloat16. `group`:
+    columns that share a scale and contain whole tiles; 0: all columns."""
     tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
-    # The adapters' A are in bfloat16, and as wide tiles of them would fill the room.
+    # The adapters' A are in bfloat16; equally wide tiles of them would fill shared memory.
     is_wide = k_size % (2 * BLOCK_K) == 0 and group % (2 * BLOCK_K) == 0 and not lora_tiles
     block_k = 2 * BLOCK_K if is_wide else BLOCK_K
     splits = 1
@@ -470,7 +474,7 @@ def _scaled_tiling(
         is_some = num_rows <= SOME_ROWS
         if tiles > MANY_TILES:
             return Tiling(BLOCK_N if is_some else 2 * BLOCK_N, BLOCK_K, 1, 4 if is_some else 3, 4)
-        # Every split is read once more by the next kernel, a row of which has one program.
+        # The next kernel reads every split once more, with one program per row.
         while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
             splits *= 2
         if is_some and is_wide:
@@ -488,7 +492,7 @@ def _scaled_tiling(
 
 
 def _can_be_cut(k_size: int, splits: int) -> bool:
-    """Whether every split has some of the inner dimension; equally much where it is even."""
+    """Whether every split has some of the inner dimension; equally much if it is even."""
     pieces = -(-k_size // BLOCK_K)
     if k_size % (2 * BLOCK_K) == 0:
         return pieces % splits == 0

@@ -1,11 +1,12 @@
-"""A few rows times a weight in FP8 on Hopper GPUs, in Gluon: the weight comes before the rows.
+"""A few rows times an FP8 weight on Hopper GPUs, in Gluon; loads the weight before the rows are
+ready.
 
-Takes what `triton.py` would, where `tiling_for` has a tiling; gives the same. A program has a tile
+Same input and output as `triton.py`, for shapes with a tiling in `tiling_for`. A program has a tile
 of the weight and multiplies it block by block, from a ring in shared memory that the copy engine
-fills. Weights are constants of a step, so the whole ring is asked for while the kernel in front
-still runs (`launch.py`): 15 to 25 MB are on their way when the rows are there. Rows come in two
-numbers of FP8 each, block by block beside the weight, or as they are: then each program rounds the
-columns of its split itself, and no kernel does that in front of it.
+fills. Weights are constant in a step, so the whole ring is requested while the previous kernel
+still runs (`launch.py`). 15 to 25 MB are in flight when the rows are ready. Rows come in two FP8
+numbers each, block by block beside the weight, or in their original dtype. In that case each
+program rounds the columns of its split, and no separate kernel is needed.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from manyroots.kernels.scaled import LARGEST, ScaledMatrix
 
 MAX_ROWS = 64
 BLOCK_K = 128
-"""Columns of a block: what one copy may have of a row."""
+"""Columns of a block: the most that one copy takes of a row."""
 FEW_ROWS = 16
-"""Up to which rows may come as they are, and are added up in float32."""
+"""Up to this many rows, rows may be unrounded, and sums are in float32."""
 MOST_STEPS = 16
-"""Blocks of a split whose rows a program rounds itself."""
+"""Most blocks of a split whose rows a program rounds itself."""
 _INVERSE = gl.constexpr(1.0 / LARGEST)
 _LEAST = gl.constexpr(LEAST_SCALE)
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
@@ -46,12 +47,12 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # T
 
 @dataclass(frozen=True, slots=True)
 class EarlyTiling:
-    """How one shape is cut up; found by measurement."""
+    """Tile sizes for one shape; found by measurement."""
 
     block_n: int
     num_splits: int
     num_stages: int
-    """Blocks that are there or on their way."""
+    """Blocks that are loaded or being loaded."""
     num_warps: int = 4
 
 
@@ -88,7 +89,8 @@ def _round_rows(
     x, rows, first, num_rows, k_size,
     STEPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """Rows in two numbers each into shared memory, for all blocks of a split; their scales."""
+    """Write rows in two numbers each to shared memory, for all blocks of a split; returns their
+    scales."""
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     k = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     at = x + m[:, None] * k_size + first * BLOCK_K + k[None, :]
@@ -118,9 +120,9 @@ def _linear(
     BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PLACES: gl.constexpr,
     WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """ROUNDED: rows come in FP8, with a scale for each GROUP columns; 0: one for all. Otherwise
-    they come as they are, and STAGES are at most PLACES, as many blocks as a split has. PRECISE:
-    blocks are added up in float32 (see `_scaled_product` in `triton.py`)."""
+    """ROUNDED: rows are in FP8, with a scale per GROUP columns; 0: one per row. Otherwise they are
+    unrounded, and STAGES is at most PLACES, a split's number of blocks. PRECISE: blocks are added
+    up in float32 (see `_scaled_product` in `triton.py`)."""
     if DEPENDENT:
         gdc_launch_dependents()
     columns: gl.constexpr = 2 * BLOCK_M
@@ -154,7 +156,7 @@ def _linear(
     none = gl.zeros([BLOCK_N, columns], gl.float32, layout)
     row = gl.arange(0, columns, gl.SliceLayout(0, layout)) % BLOCK_M
     is_row = row < num_rows
-    # Read a block ahead, so that no sum waits for it.
+    # Loaded one block ahead, so that no sum waits for it.
     if GROUP:
         own = gl.load(x_scales + first * BLOCK_K // GROUP * num_rows + row, mask=is_row, other=0.0)
     for i in range(num_steps):
@@ -195,8 +197,8 @@ def _linear(
 def tiling_for(
     x: Tensor | Fp8Rows, weight: ScaledMatrix, *, on_hopper: bool | None = None
 ) -> EarlyTiling | None:
-    """How `linear` cuts this up; None where it is for the other kernel: not on Hopper, not in
-    bfloat16, scales within rows of the weight, or splits that are not alike."""
+    """The tiling of this product. None if this kernel does not support it: not on Hopper, not in
+    bfloat16, scales within rows of the weight, or splits of unequal size."""
     num_rows, k_size = x.shape
     is_here = is_hopper(weight.data.device) if on_hopper is None else on_hopper
     if not is_here or x.dtype is not torch.bfloat16 or not weight.has_row_scales:
@@ -215,9 +217,9 @@ def tiling_for(
 
 
 def _tiling(num_rows: int, tiles: int, num_blocks: int) -> EarlyTiling:
-    """What was fastest on an H200 (132 multiprocessors) of what was compared with float64 there,
-    with norms, activations and as many bytes as attention reads between the products. `tiles`: of
-    64 rows of the weight."""
+    """The fastest sizes on an H200 (132 multiprocessors), among those whose results were compared
+    with float64 there. Norms, activations and as many bytes as attention reads ran between the
+    products. `tiles`: tiles of 64 rows of the weight."""
     if num_rows <= FEW_ROWS:
         if tiles > 264:
             return EarlyTiling(128, 1, 6)
@@ -231,7 +233,7 @@ def _tiling(num_rows: int, tiles: int, num_blocks: int) -> EarlyTiling:
 
 
 def takes_plain(x: Tensor, tiling: EarlyTiling) -> bool:
-    """Whether rows may come as they are."""
+    """Whether rows may be unrounded."""
     num_rows, k_size = x.shape
     return num_rows <= FEW_ROWS and k_size // BLOCK_K // tiling.num_splits <= MOST_STEPS
 
@@ -265,8 +267,8 @@ def linear(x: Tensor | Fp8Rows, weight: ScaledMatrix, tiling: EarlyTiling) -> Te
 def _descriptors(
     data: Tensor, weight: Tensor, num_rows: int, block_m: int, block_n: int
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """What the copy engine is told of the weight and of rows [2, rows, k]; where these come as they
-    are, of nothing that is read."""
+    """Tensor descriptors for the copy engine, of the weight and of rows [2, rows, k]. For unrounded
+    rows the second one is unused."""
     n_size, k_size = weight.shape
     rows_shape = [2, num_rows, k_size] if data.dim() == 3 else [1, n_size, k_size]
     return (

@@ -1,13 +1,13 @@
-"""Some rows times a large weight on Hopper GPUs, in Gluon: weights come before the rows are there.
+"""Some rows times a large weight on Hopper GPUs, in Gluon; loads weights before the rows are ready.
 
-Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton.py`. A program
-has a tile of the weight, in two parts that run beside each other:
+Same signature as `reference.py`, for inputs that `is_for` accepts; `triton.py` takes the rest. A
+program has a tile of the weight and two parts that run concurrently:
 
     one warp      asks the copy engine for blocks of the weight and of the rows, into a ring
     4 or 8 warps  multiply what has come; the weight is the matrix instruction's left operand
 
-Weights are constants of a step. So the ring is filled with them while the kernel in front still
-runs (`launch.py`), and what is between two products costs less of the memory's time.
+Weights are constant in a step. The ring is therefore filled with them while the previous kernel
+still runs (`launch.py`), so the work between two products leaves memory idle for less time.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from manyroots.kernels.launch import is_hopper, launch_options
 
 COPY_REGISTERS = gl.constexpr(24)
 MAX_ROWS, FEW_ROWS, UNMEASURED_ROWS = 64, 16, 32
-"""Beyond the first other products are faster. Between the second and the third the kernel was not
-measured, and is not used."""
+"""Above the first limit other products are faster. Between the second and the third the kernel was
+not measured, and is not used."""
 INNER_STEP = 8
-"""Rows of the weight begin at multiples of 16 bytes: the copy engine's."""
+"""Rows of the weight start at multiples of 16 bytes, as the copy engine requires."""
 PIECE, BLOCK_K = 64, 128
 SHARED_BYTES = 232_448
-"""Of a program, at most."""
+"""Most shared memory of a program."""
 MULTIPROCESSORS, FEWEST, MANY = 132, 96, 4
-"""Of an H200; fewer programs leave too much of it idle; and how many tiles each must have where
-they are taken in turn."""
+"""Multiprocessors of an H200; the fewest programs, since fewer leave too many of them idle; and the
+fewest tiles of each program if programs take several."""
 CUTS = ((1, 1), (1, 2), (3, 1))
-"""Pieces of a tile and splits, the first that fits. The first is slower than `triton.py` for few
-rows."""
+"""Pieces of a tile and splits; the first that fits is used. The first is slower than `triton.py`
+for few rows."""
 # Triton 3.6's name
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True, slots=True)
 class RingTiling:
-    """How one shape is cut up; found by measurement."""
+    """Tile sizes for one shape; found by measurement."""
 
     pieces: int
-    """Of a tile; each is a copy and an accumulator of its own."""
+    """Pieces of a tile; each has its own copy and accumulator."""
     piece: int
-    """Rows of the weight in each."""
+    """Rows of the weight in each piece."""
     block_k: int
     num_stages: int
-    """Blocks that are there or on their way."""
+    """Blocks that are loaded or being loaded."""
     num_splits: int
     num_warps: int
     registers: int
-    """Of a thread, when the program begins."""
+    """Registers of a thread at the start of the program."""
     max_programs: int = 0
-    """Programs for more tiles than that take several, one after the other; 0: a tile each."""
+    """With more tiles than this, programs take several tiles each; 0: one tile each."""
 
     @property
     def tile(self) -> int:
@@ -76,7 +76,7 @@ class RingTiling:
 
 @gluon.jit
 def _blocks_of(split, num_blocks, num_splits):
-    """Those of the inner dimension that a split has: the first, and the one behind the last."""
+    """A split's blocks of the inner dimension: the first, and the one after the last."""
     return split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
 
 
@@ -93,7 +93,7 @@ def _copy(
     x_desc, w_desc, ring, sizes, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
     STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """The part of the one warp."""
+    """The role of the single warp: load."""
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     xs, full, empty = ring[0], ring[2], ring[3]
     num_blocks, num_splits, num_tiles = sizes[2], sizes[3], sizes[4]
@@ -137,7 +137,7 @@ def _multiply(
     ring, sizes, bias, out, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
     STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The part of the others."""
+    """The role of the other warps: multiply."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WAVES], [16, BLOCK_M // WAVES, 16])
     program, num_programs = gl.program_id(0), gl.num_programs(0)
     xs, tiles, full, empty = ring
@@ -160,7 +160,7 @@ def _multiply(
                         is_async=True,
                     ),
                 )  # fmt: skip
-            # The block before this one is multiplied then: its place is free.
+            # The previous block is multiplied by now, so its slot is free.
             acc = _all_but(PIECES, sums, PIECES)
             mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=block > first)
             at += 1
@@ -171,7 +171,7 @@ def _multiply(
             n = (tile * PIECES + p) * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
             total = acc[p]
             if HAS_BIAS:
-                # Of the first split alone: the others' sums are added to its.
+                # Added to the first split only: the other splits' sums are added to it.
                 biased = gl.where(split == 0, n_size, 0)
                 total += gl.load(bias + n, mask=n < biased, other=0.0).to(gl.float32)[:, None]
             to = out + (split * num_rows + m[None, :]).to(gl.int64) * n_size + n[:, None]
@@ -190,7 +190,7 @@ def _barriers(num: gl.constexpr):
 
 
 @gluon.jit(
-    # Compiled once for all steps and shapes: it takes seconds.
+    # Compiled once for all steps and shapes, because compiling takes seconds.
     do_not_specialize=["num_rows", "n_size", "num_blocks", "num_splits", "num_tiles"],
     do_not_specialize_on_alignment=["bias"],
 )
@@ -202,7 +202,7 @@ def _linear(
     if DEPENDENT:
         gdc_launch_dependents()
     dtype: gl.constexpr = w_desc.dtype
-    # Rows, weights, of each block whether it is there, and whether it is multiplied.
+    # Rows and weights; for each block a barrier for 'loaded' and one for 'multiplied'.
     ring = (
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES * PIECES, PIECE, BLOCK_K], w_desc.layout),
@@ -220,7 +220,7 @@ def _linear(
 
 
 def tiling_for(x: Tensor, weight: Tensor) -> RingTiling | None:
-    """How this product is cut up, if this kernel takes it and was measured to be faster."""
+    """The tiling of this product, if this kernel supports it and was measured to be faster."""
     if (
         not is_hopper(x.device)
         or not x.dtype == weight.dtype == torch.bfloat16
@@ -232,8 +232,8 @@ def tiling_for(x: Tensor, weight: Tensor) -> RingTiling | None:
 
 
 def _tiling(num_rows: int, n_size: int, k_size: int) -> RingTiling | None:
-    """What was fastest on an H200. A program fills a multiprocessor, and all should have one; many
-    tiles are taken in turn by as many programs as there are."""
+    """The fastest sizes on an H200. A program fills a multiprocessor, and each should have one.
+    Many tiles are distributed over as many programs as there are multiprocessors."""
     if num_rows > MAX_ROWS or FEW_ROWS < num_rows <= UNMEASURED_ROWS or k_size % INNER_STEP:
         return None
     for pieces, splits in CUTS if num_rows > FEW_ROWS else CUTS[1:]:
@@ -247,8 +247,8 @@ def _tiling(num_rows: int, n_size: int, k_size: int) -> RingTiling | None:
 
 
 def _ring(num_rows: int, pieces: int, splits: int, max_programs: int = 0) -> RingTiling:
-    """As many stages as there is room for. Registers are those that the sums take and some more,
-    half of them of warps that copy; but no fewer than one matrix instruction names."""
+    """As many stages as fit. Registers are those of the sums plus some, half of them of copying
+    warps, but at least what one matrix instruction names."""
     block_m = _block_m(num_rows)
     stages = (SHARED_BYTES - 1024) // (2 * BLOCK_K * (pieces * PIECE + block_m))
     mean = (pieces * PIECE * block_m // 128 + 56 + COPY_REGISTERS.value) // 2
@@ -285,7 +285,7 @@ def multiply(x: Tensor, weight: Tensor, tiling: RingTiling, bias: Tensor | None)
 
 
 def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """What the copy engine is told of a matrix: its shape, and boxes of so many rows."""
+    """Tensor descriptor of a matrix for the copy engine: its shape, and boxes of this many rows."""
     return TensorDescriptor(
         matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], _layout(rows, columns)
     )

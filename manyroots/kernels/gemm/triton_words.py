@@ -1,8 +1,8 @@
-"""FP8 weights as experts of few tokens read them: words of four numbers.
+"""FP8 weights in words of four numbers, for experts of few tokens.
 
-Loads are 16 bytes wide so, and a word's numbers are four columns of the weight, each multiplied
-with its own columns of the rows. What they become in registers lies as the matrix instruction wants
-it.
+This makes loads 16 bytes wide. A word's numbers are four columns of the weight, each multiplied
+with its own columns of the rows. Unpacked numbers are already in the layout of the matrix
+instruction.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from manyroots.kernels.scaled import ScaledMatrix
 
 @triton.jit
 def _unpacked_bfloat16(words):
-    """Four FP8 numbers of each word. They are converted to float16, whose bits, shifted, are those
-    of a bfloat16 that is 2^112 times too small."""
+    """Unpack four FP8 numbers of each word. They are converted to float16; its bits, shifted, are
+    those of a bfloat16 that is 2^112 times too small."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b16 low, high;
@@ -68,9 +68,9 @@ def times_words(words, xs, acc, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FA
 
 
 def words_of(weight: Tensor | ScaledMatrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """What a kernel is given of a weight: its numbers (FP8 in words of four), its scales, how many
-    a row has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales,
-    which is when `other` is given and not read."""
+    """A kernel's arguments for a weight: its numbers (FP8 in words of four), its scales, the scales
+    per row, and the columns per scale. 1 means a whole row. 0 means no scales; `other` then fills
+    the unused argument."""
     if isinstance(weight, Tensor):
         return weight, other, 0, 0
     group = 1 if weight.has_row_scales else weight.group

@@ -1,4 +1,4 @@
-"""What the kernels of latent attention are given, besides tensors.
+"""Inputs of the latent attention kernels, apart from tensors.
 
 A page holds one row per token: the normalised latent, then the rotated part that all heads share.
 In FP8 a row is bytes: the numbers, padding to 16, then a scale for either part and 8 unused bytes.
@@ -15,7 +15,7 @@ from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
 from manyroots.kernels.scaled import LARGEST
 
 ROW_STEP = 16
-"""Rows in FP8 are as many bytes as a multiple of this, and as many more for scales."""
+"""A row in FP8 is a multiple of this many bytes, plus as many bytes for scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class LatentAdapters:
     site: LinearSite
     """One part: heads * (nope + v) rows of B."""
     rows: LoraRows
-    """Of these tokens. A kernel that takes tokens one by one needs `slots` alone."""
+    """The adapters of these tokens. A kernel that takes tokens one by one needs only `slots`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPiece:
-    """Sequences' queries, and a piece of each one's keys. Both lie one sequence after the other."""
+    """Sequences' queries, and a piece of each sequence's keys. Both are ordered by sequence."""
 
     query_starts: Tensor
     """int32 [num_seqs + 1]"""
@@ -46,14 +46,14 @@ class KeyPiece:
     """int32 [num_seqs + 1]"""
     first_seen: Tensor
     """int32 [num_seqs]: query i of a sequence sees the first `first_seen + i + 1` of its keys here.
-    None where that is below 1, all where it is beyond."""
+    It sees none if that is below 1, and all if it is beyond the last."""
     max_queries: int
     max_keys: int
-    """Of one sequence."""
+    """The most queries, and the most keys, of one sequence."""
 
 
 def row_bytes(width: int) -> int:
-    """What a row of `width` numbers takes in FP8."""
+    """Bytes of a row of `width` numbers in FP8."""
     return -(-width // ROW_STEP) * ROW_STEP + ROW_STEP
 
 
@@ -75,7 +75,7 @@ def as_fp8_rows(rows: Tensor, latent: int) -> Tensor:
 
 
 def from_fp8_rows(packed: Tensor, width: int, latent: int, dtype: torch.dtype) -> Tensor:
-    """Rows [..., width] of what `as_fp8_rows` made."""
+    """Rows [..., width] unpacked from the result of `as_fp8_rows`."""
     scales = packed[..., -ROW_STEP:].contiguous().view(torch.float32)
     numbers = packed[..., :width].contiguous().view(torch.float8_e4m3fn).float()
     latents = numbers[..., :latent] * scales[..., 0:1]

@@ -1,8 +1,8 @@
-"""Latent attention, naive: one token and one head at a time, in float32.
+"""Reference of latent attention: one token and one head at a time, in float32.
 
 Keys and values of a head are products of a token's latent with that head's part of `kv_b_proj`. To
-*absorb* that product is to multiply the query with it instead, so that queries attend to latents
-themselves and what they attended to is multiplied once.
+*absorb* that product means to multiply the query with it instead. Queries then attend to latents
+directly, and the result is multiplied once.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def latent_write(
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
-    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
-    part rotated alike. `is_interleaved`: whether the two coordinates of a pair are neighbours; what
-    is given and written has them in two halves."""
+    row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
+    last part rotated in the same way. `is_interleaved`: whether the two coordinates of a pair are
+    adjacent in the input; outputs have them in two halves."""
     latent = norm.weight.shape[0]
     rope = kv.shape[1] - latent
     latents = rms_norm(kv[:, :latent].float(), norm.weight.float(), norm.eps)
@@ -64,9 +64,9 @@ def _rotate(x: Tensor, angles: RopeTable, is_interleaved: bool) -> Tensor:
 
 
 def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
-    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
-    `kv_b_proj` as weight [heads, nope + v, latent]. The rotated part stays. What adapters add is
-    two small products for each head."""
+    """Queries of latents, [tokens, heads, latent + rope], from q [tokens, heads, nope + rope] and
+    `kv_b_proj` as weight [heads, nope + v, latent]. The rotated part is unchanged. Adapters add two
+    small products per head."""
     tokens = []
     for token, own in enumerate(q.float()):
         pair = _pair(adapters, token, weight)
@@ -102,7 +102,8 @@ def expand_values(
 def _pair(
     adapters: LatentAdapters | None, token: int, weight: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """A token's own A [rank, latent] and B [heads, nope + v, rank], scaled; None: it has none."""
+    """A token's own A [rank, latent] and B [heads, nope + v, rank], scaled; None without an
+    adapter."""
     if adapters is None:
         return None
     site, slot = adapters.site, int(adapters.rows.slots[token])
@@ -121,7 +122,8 @@ def latent_decode(
     queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
 ) -> Tensor:
     """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
-    its first `lengths` tokens; zeros of a row without any. Rows may be tokens of one sequence."""
+    its first `lengths` tokens. A row without tokens gives zeros. Rows may be tokens of one
+    sequence."""
     num_rows, num_heads, width = queries.shape
     out = torch.zeros(num_rows, num_heads, latent, device=queries.device)
     page_size = pages.shape[1]
@@ -137,7 +139,7 @@ def latent_decode(
 
 
 def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
     page_size = pages.shape[1]
     found = pages[slots // page_size, slots % page_size]
     if pages.dtype is torch.uint8:
@@ -148,9 +150,9 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
 def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What queries [tokens, heads, key dim] make of a piece of keys [keys, heads, key dim] and
-    values [keys, heads, value dim]: [tokens, heads, value dim], and logarithms of the sums of
-    exponentials, float32 [tokens, heads]. A query that sees none has 0 and -inf."""
+    """Attend with queries [tokens, heads, key dim] to a piece of keys [keys, heads, key dim] and
+    values [keys, heads, value dim]. Returns [tokens, heads, value dim], and logarithms of the sums
+    of exponentials, float32 [tokens, heads]. A query that sees no key gives 0 and -inf."""
     out = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
     sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
     query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()
@@ -168,7 +170,7 @@ def attend_piece(
 
 
 def merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The same over both pieces' keys."""
+    """The result over both pieces' keys."""
     total = torch.logaddexp(sums, other_sums)
     safe = torch.where(total == -torch.inf, 0.0, total)
     parts = ((out, sums), (other, other_sums))

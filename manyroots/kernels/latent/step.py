@@ -1,8 +1,9 @@
-"""One step as layers of latent attention see it: which tokens attend to latents, which to pieces.
+"""One step for layers of latent attention: which tokens attend to latents, and which to expanded
+keys.
 
-Tokens of a prompt either are rows of their own that attend to latents, as decoding tokens do, or
-attend to keys and values, which are expanded from latents in bounded pieces. A layer chooses; what
-either needs is made once per step, by the first layer that asks for it.
+A prompt's tokens have two options. They attend to latents as separate rows, like decoding tokens,
+or to keys and values that are expanded from latents in bounded pieces. A layer chooses. The inputs
+of either are made once per step, by the first layer that needs them.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 MAX_KEYS = 4096
-"""Most tokens whose keys and values exist at once: with 128 heads of 192 and 128, 320 MiB."""
+"""Most tokens with expanded keys and values at once: with 128 heads of 192 and 128, 320 MiB."""
 
 Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLens:
-    """Sequences that do not decode, as the host knows them."""
+    """Sequences that do not decode, on the host."""
 
     num_queries: Int64s
     context_lens: Int64s
@@ -36,7 +37,7 @@ class PromptLens:
 
     @property
     def num_seen(self) -> int:
-        """Pairs of a query and a key, without regard to order."""
+        """Pairs of a query and a key, ignoring the causal order."""
         return int((self.num_queries * self.context_lens).sum())
 
 
@@ -45,16 +46,16 @@ class ExpandedPiece:
     """Keys of some prompts, and the queries that attend to them."""
 
     tokens: slice
-    """Among the tokens of prompts."""
+    """Indexes into the tokens of prompts."""
     slots: Tensor
-    """int64 [keys]: where the latents are, page * page_size + place."""
+    """int64 [keys]: addresses of the latents, page * page_size + offset."""
     piece: KeyPiece
     key_tokens: Int64s
-    """[keys]: a token of the same sequence, among all of the step's."""
+    """[keys]: index of a token of the same sequence in the step."""
 
 
 class LatentStep:
-    """What the layers of one family read of a step."""
+    """The inputs of one family's layers in a step."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class LatentStep:
 
     @property
     def decodes(self) -> tuple[Tensor, Tensor]:
-        """The page table and lengths of rows that decode."""
+        """The page table and lengths of decoding rows."""
         return self._table[: self._num_decodes], self._lens[: self._num_decodes]
 
     @property
@@ -99,7 +100,7 @@ class LatentStep:
 
     @cached_property
     def pieces(self) -> tuple[ExpandedPiece, ...]:
-        """All keys that prompts see, at most MAX_KEYS at once."""
+        """All keys that prompts see, in pieces of at most MAX_KEYS."""
         return tuple(self._pieces())
 
     def _pieces(self) -> Iterator[ExpandedPiece]:
@@ -123,7 +124,7 @@ class LatentStep:
     def _piece(
         self, parts: list[tuple[int, int, int]], queries: Int64s, contexts: Int64s
     ) -> ExpandedPiece:
-        """Of keys from one place to another of neighbouring sequences."""
+        """A piece of keys between two positions of neighbouring sequences."""
         seqs, firsts, lasts = (np.array(numbers) for numbers in zip(*parts, strict=True))
         starts = np.concatenate(([0], np.cumsum(queries)))
         counts, own = lasts - firsts, queries[seqs]
@@ -148,7 +149,7 @@ class LatentStep:
         )
 
     def lora_of_decodes(self, lora: LoraRows | None) -> LoraRows | None:
-        """The adapters of rows that decode, of those of all tokens."""
+        """The adapters of decoding rows, taken from those of all tokens."""
         return None if lora is None else self._adapters(lora)[0]
 
     def lora_of_keys(self, lora: LoraRows | None, place: int) -> LoraRows | None:

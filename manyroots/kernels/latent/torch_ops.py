@@ -1,8 +1,8 @@
-"""Latent attention with torch's own operators: the path of every CPU.
+"""Latent attention with torch's operators; used on every CPU.
 
-Same signatures as `reference.py`. Decoding rows are gathered in groups of like length. Where a row
-of a group is shorter, its first token stands in for what it lacks, masked: nothing is read that the
-row does not see, so what lies behind a page's last token does not matter.
+Same signatures as `reference.py`. Decoding rows are gathered in groups of similar length. A shorter
+row of a group repeats its first token, masked. Only tokens that the row sees are read, so content
+after a page's last token does not matter.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 ]
 
 MAX_GATHERED = 1 << 22
-"""Numbers that decoding rows gather at once."""
+"""Most numbers that decoding rows gather at once."""
 MAX_SCORES = 1 << 22
-"""Scores that a piece's queries have at once."""
+"""Most scores of a piece's queries at once."""
 
 
 def latent_write(
@@ -51,8 +51,8 @@ def latent_write(
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
-    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
-    part rotated alike."""
+    row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
+    last part rotated in the same way."""
     latent = norm.weight.shape[0]
     rope = kv.shape[1] - latent
     nope = q.shape[2] - rope
@@ -82,7 +82,7 @@ def _rotated(x: Tensor, angles: RopeRows, is_interleaved: bool) -> Tensor:
 
 
 def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
-    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
+    """Queries of latents, [tokens, heads, latent + rope], from q [tokens, heads, nope + rope] and
     `kv_b_proj` as weight [heads, nope + v, latent]."""
     by_head = q[..., :nope].transpose(0, 1)
     absorbed = torch.bmm(by_head, weight[:, :nope])
@@ -124,7 +124,7 @@ def latent_decode(
     queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
 ) -> Tensor:
     """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
-    its first `lengths` tokens; zeros of a row without any."""
+    its first `lengths` tokens. A row without tokens gives zeros."""
     width, page_size = queries.shape[2], pages.shape[1]
     out = queries.new_zeros(*queries.shape[:2], latent)
     lens, order = lengths.sort(descending=True)
@@ -149,7 +149,7 @@ def latent_decode(
 
 
 def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
     page_size = pages.shape[1]
     found = pages[slots // page_size, slots % page_size]
     if pages.dtype is torch.uint8:
@@ -160,8 +160,9 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
 def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What queries [tokens, heads, key dim] make of a piece of keys and values, and logarithms of
-    the sums of exponentials; blocks of queries, so that their scores are bounded."""
+    """Attend with queries [tokens, heads, key dim] to a piece of keys and values; also returns
+    logarithms of the sums of exponentials. Takes blocks of queries to bound the memory of
+    scores."""
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
     query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()

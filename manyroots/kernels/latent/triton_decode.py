@@ -1,8 +1,8 @@
-"""Latent decode in Triton, split over the history: queries attend to latents themselves.
+"""Latent decode in Triton, split over the history: queries attend to latents directly.
 
-Same signature as `reference.py`. Reads exactly the tokens that a row sees, so what lies in the rest
-of a page never matters. A latent is loaded once and used as key and as value. Scores are in units
-of log2, because exp2 is what the chip has. What `triton_hopper.py` takes goes there.
+Same signature as `reference.py`. Reads exactly the tokens that a row sees, so the rest of a page
+never matters. A latent is loaded once and used as key and as value. Scores are in units of log2,
+because the chip computes exp2. `triton_hopper.py` takes the inputs that it supports.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from manyroots.kernels.launch import counters, launch_options, let_next_begin, w
 LOG2_E = math.log2(math.e)
 MULTIPROCESSORS = 132
 MOST_PARTS = 16
-"""Of a row."""
+"""Most parts of a row."""
 TOKENS = 32
-"""Of a step of a program."""
+"""Tokens of one iteration."""
 LEAST = 16
-"""Of each dimension of a matrix instruction."""
+"""Smallest size of each dimension of a matrix instruction."""
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def _decode(
     ROPE_POW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
     NUM_SPLITS: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's history for a block of heads; the program that is last merges the
+    """Attend to one part of a row's history for a block of heads; the last program merges the
     parts."""
     let_next_begin(DEPENDENT)
     split, block, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -75,7 +75,7 @@ def _decode(
         seen = ok[:, None] & (e < ROPE)[None, :]
         rotated = tl.load(pages + at[:, None] + LATENT + e[None, :], mask=seen, other=0.0)
         scores = tl.dot(query, tl.trans(latents), input_precision="ieee")
-        # Numbers of FP8 are multiplied as they are: to scale them first would round them again.
+        # FP8 numbers are multiplied directly: scaling them first would round them again.
         if IS_FP8:
             scale_at = scales + at // 4 + scale_start
             latent_scale = tl.load(scale_at, mask=ok, other=0.0)[None, :]
@@ -103,7 +103,7 @@ def _decode(
         slot = row_head * NUM_SPLITS + split
         tl.store(partial + slot[:, None] * LATENT + d[None, :], acc, mask=is_out)
         tl.store(sums + slot, best + tl.log2(total), mask=is_head)
-        # All of this program's stores, then the count: the last to count sees every part.
+        # Store all results of this program, then count: the last to count sees every part.
         tl.debug_barrier()
         counter = counters + row * tl.num_programs(1) + block
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_used - 1:
@@ -131,7 +131,7 @@ def latent_decode(
     queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
 ) -> Tensor:
     """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope], each row over
-    its first `lengths` tokens; zeros of a row without any."""
+    its first `lengths` tokens. A row without tokens gives zeros."""
     if triton_hopper.is_for(queries, pages, latent):
         return triton_hopper.latent_decode(queries, pages, page_table, lengths, scale, latent)
     queries = queries.contiguous()
@@ -142,7 +142,7 @@ def latent_decode(
     # Enough parts to fill the chip about four times.
     parts = min(MOST_PARTS, padded(-(-4 * MULTIPROCESSORS // (num_rows * blocks))))
     out = torch.empty(num_rows, heads, latent, dtype=queries.dtype, device=device)
-    # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
+    # Not `scratch`: a captured graph keeps its allocations, and a growing buffer would move.
     partial = torch.empty(num_rows * heads * parts, latent, dtype=torch.float32, device=device)
     sums = torch.empty(num_rows * heads * parts, dtype=torch.float32, device=device)
     numbers, scales, scale_start = numbers_of(pages)

@@ -1,17 +1,18 @@
 """Latent decode on Hopper GPUs, in Gluon: each latent is read once and used as key and as value.
 
-Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton_decode.py`. All
-rows' tiles of tokens form one list. Each program takes an equal range of it, so the work follows
-the lengths while the launch does not. A row that several programs share is merged by a second
-launch. A program has four warps that ask the copy engine for pages, and:
+Same signature as `reference.py`, for inputs that `is_for` accepts; `triton_decode.py` takes the
+rest. All rows' tiles of tokens form one list. Each program takes an equal range of it, so the work
+follows the lengths while the launch grid is fixed. A second launch merges rows that several
+programs share. A program has four warps that start copies of pages, and:
 
     up to 32 heads   4 warps; tokens are the rows of the matrix instructions, heads the columns,
                      so that no instruction computes heads that do not exist
     more heads       8 warps for 64 heads, which are the rows
 
-A tile's scores are multiplied right after the values of the one before, so that matrix instructions
-wait for weights only. Scores are in units of log2, because exp2 is what the chip has. Whole pages
-are read: what lies in the last one after the last token is cleared before it is used as a value.
+A tile's scores are multiplied right after the values of the previous tile, so that matrix
+instructions wait only for weights. Scores are in units of log2, because the chip computes exp2.
+Whole pages are read; the part of the last page after the last token is cleared before it is used as
+a value.
 """
 
 from __future__ import annotations
@@ -45,32 +46,32 @@ from manyroots.kernels.launch import (
 LOG2_E = math.log2(math.e)
 LATENT, ROPE = 512, 64
 HALF = gl.constexpr(256)
-"""Columns of a copy, and of the output that one group of warps has."""
+"""Columns of a copy, and output columns of one group of warps."""
 ROPE_DIM = gl.constexpr(ROPE)
 TOKENS = gl.constexpr(64)
-"""Of a tile."""
+"""Tokens of a tile."""
 STAGES = gl.constexpr(2)
-"""Tiles that are there or on their way; shared memory holds no more."""
+"""Tiles that are loaded or being loaded; shared memory holds no more."""
 FEW_HEADS, MANY_HEADS = 32, 64
-"""Of a program."""
+"""Heads of a program."""
 FEW_WARPS, MANY_WARPS = 4, 8
 COPY_WARPS = 4
-"""A copy of several boxes is divided among them: to ask takes longer than to copy."""
+"""Copying warps share the boxes of a copy: issuing a copy takes longer than the copy."""
 COPY_REGISTERS = gl.constexpr(40)
-"""Of a thread."""
+"""Registers of a thread."""
 MAX_ROWS = 4096
 LEAST_UNITS = 1
-"""Tiles of a part, at least."""
+"""Fewest tiles of a part."""
 FEW_PARTS, MANY_PARTS = 16, 4
-"""That a program of the second launch adds at once, of one head and of several."""
+"""Parts that a program of the second launch adds at once: of one head, and of several."""
 PREFETCHES = False
-"""Whether tiles that shared memory has no room for yet are asked into the cache."""
+"""Whether to prefetch tiles into L2 that shared memory has no room for yet."""
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
 
 
 def _quota(total, longest, num_parts, least):
-    """How many tiles a part takes: an equal share, or the longest row where that is hardly more, so
-    that rows of one length are not split."""
+    """Tiles of a part: an equal share, or the longest row if that is hardly more, so that rows of
+    one length are not split."""
     quota = (total + num_parts - 1) // num_parts
     if longest > quota:
         if longest * 8 <= quota * 9:
@@ -93,7 +94,7 @@ def _add(a, b):
 def _plan(
     lengths, num_rows, part, num_parts, least, ROWS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Where a part begins: the row, the tile in it, and how many tiles the part has."""
+    """The start of a part: the row, the tile in it, and the number of tiles of the part."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     r = gl.arange(0, ROWS, layout)
     tiles = (gl.load(lengths + r, mask=r < num_rows, other=0) + TOKENS - 1) // TOKENS
@@ -111,8 +112,8 @@ def _plan(
 def _ask_for_tile(
     descs, ring, at, table, first, last_page, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr
 ):  # fmt: skip
-    """Copy the tile whose first token is `first` into the ring, as its `at`-th, as soon as its
-    place is free. Pages after the last are the last once more."""
+    """Copy the tile whose first token is `first` into the ring as number `at`, as soon as its slot
+    is free. Entries past the last page repeat it."""
     half_desc, rope_desc = descs
     full, empty = ring[3], ring[4]
     stage = at % STAGES
@@ -137,7 +138,7 @@ def _ask_for_tile(
 
 @gluon.jit
 def _prefetch(pages, table, first, length, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr):
-    """Ask for the cache lines of a tile to be brought into L2."""
+    """Prefetch the cache lines of a tile into L2."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
     base, page_stride, token_stride = pages
     t = gl.minimum(first + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), length - 1)
@@ -162,7 +163,7 @@ def _copy(
     first_head, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
     PREFETCHES: gl.constexpr,
 ):  # fmt: skip
-    """The part of the warps that copy: queries and tiles."""
+    """The role of the copying warps: load queries and tiles."""
     row, tile, num_left = plan
     q_left, q_right, q_rope, q_full, q_empty = queries
     at, asked = 0, 0
@@ -178,7 +179,7 @@ def _copy(
                 _ask_for_tile(
                     descs, ring, at + i, table, (tile + i) * TOKENS, last_page, PAGE_SIZE, COPIED
                 )
-                if i == 0:  # after the tile: the last row's queries may be in use for some time
+                if i == 0:  # after the tile: the last row may still use its queries
                     half, rope = q_descs
                     mbarrier.wait(q_empty, (asked & 1) ^ 1)
                     mbarrier.expect(q_full, 2 * half.block_type.nbytes + rope.block_type.nbytes)
@@ -195,8 +196,8 @@ def _copy(
 
 @gluon.jit
 def _clear_after(tile, first, length, WARPS: gl.constexpr):
-    """Zeros in the place of values of no token: nothing times such a value may be not a number. A
-    few at a time, for want of registers."""
+    """Write zeros over values of no token: zero times NaN is NaN. A few at a time, because
+    registers are scarce."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
     for j in gl.static_range(TOKENS // 8):
         few = tile.slice(j * 8, 8)
@@ -207,7 +208,7 @@ def _clear_after(tile, first, length, WARPS: gl.constexpr):
 
 @gluon.jit
 def _score(queries, ring, at, HEADS: gl.constexpr, AXIS: gl.constexpr, layout: gl.constexpr):
-    """Begin a tile's scores when it is there: three products. Tokens are along `AXIS`."""
+    """Start a tile's scores when it is loaded: three products. Tokens are along `AXIS`."""
     full = ring[3]
     stage = at % STAGES
     mbarrier.wait(full.index(stage), at // STAGES & 1)
@@ -234,8 +235,8 @@ def _take_in(
     IS_LAST: gl.constexpr, AXIS: gl.constexpr, WARPS: gl.constexpr, s_layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):  # fmt: skip
-    """Make weights of a tile's scores and begin to add its values: two products. The last may have
-    fewer tokens than a tile."""
+    """Turn a tile's scores into weights and start adding its values: two products. The last tile
+    may have fewer tokens."""
     left, right = ring[0].index(stage), ring[1].index(stage)
     if IS_LAST:
         t = first + gl.arange(0, TOKENS, gl.SliceLayout(1 - AXIS, s_layout))
@@ -264,7 +265,7 @@ def _take_in(
 
 @gluon.jit
 def _weights_at(weights, ring, stage, AXIS: gl.constexpr):
-    """Where a tile's weights go: of many heads, to where its rotated part was."""
+    """Buffer of a tile's weights; with many heads, they reuse the space of its rotated part."""
     return weights if AXIS == 0 else ring[2].index(stage)
 
 
@@ -273,7 +274,7 @@ def _attend(
     queries, ring, weights, plan, lengths, out, partial, sums, scale, part, num_parts, num_heads,
     first_head, HEADS: gl.constexpr, AXIS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The part of the other warps: all tokens of a part."""
+    """The role of the other warps: attend to all tokens of a part."""
     wide: gl.constexpr = HEADS if AXIS == 0 else TOKENS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, WARPS // 4], [16, wide * 4 // WARPS, 16]
@@ -309,7 +310,7 @@ def _attend(
                     (tile + i) * TOKENS, length, scale, best, totals, acc_left, acc_right, False,
                     AXIS, WARPS, s_layout, o_layout,
                 )  # fmt: skip
-                # The next tile's scores follow at once, before this one's values are done.
+                # The next tile's scores start at once, before this tile's values are done.
                 ahead = _score(queries, ring, at + i + 1, HEADS, AXIS, s_layout)
                 acc_left, acc_right = warpgroup_mma_wait(3, deps=(acc_left, acc_right))
                 mbarrier.arrive(empty.index(stage))
@@ -358,8 +359,8 @@ def _barriers(num: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def _places(q_descs, HEADS: gl.constexpr):
-    """Shared memory of queries and of the ring: each with whether it is full, and whether the warps
-    that read it are done."""
+    """Shared memory of queries and of the ring, each with a barrier for 'full' and one for 'readers
+    done'."""
     half_desc, rope_desc = q_descs
     dtype: gl.constexpr = half_desc.dtype
     half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, HALF], dtype)
@@ -390,8 +391,8 @@ def _decode(
     PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
     COPY_WARPS: gl.constexpr, PREFETCHES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """One part of all rows' tokens, a block of heads. Programs of the same part are neighbours:
-    what one reads is in the cache for the other."""
+    """One part of all rows' tokens, for a block of heads. Programs of the same part are neighbours,
+    so one finds the other's reads in the cache."""
     if DEPENDENT:
         gdc_launch_dependents()
     part = gl.program_id(0) // BLOCKS
@@ -427,7 +428,7 @@ def _merge(
     ROWS: tl.constexpr, TOKENS: tl.constexpr, LATENT: tl.constexpr, HEADS: tl.constexpr,
     PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A row's parts into one, of some heads; zeros of a row without tokens."""
+    """Merge a row's parts for some heads; a row without tokens gives zeros."""
     let_next_begin(DEPENDENT)
     row = tl.program_id(1)
     r = tl.arange(0, ROWS)
@@ -472,7 +473,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 
 def is_for(queries: Tensor, pages: Tensor, latent: int) -> bool:
-    """Whether this kernel takes such queries and pages: bfloat16, 512 and 64 numbers, pages that
+    """Whether this kernel supports such queries and pages: bfloat16, 512 and 64 numbers, pages that
     fill tiles."""
     num_rows, _, width = queries.shape
     return (
@@ -496,7 +497,7 @@ def latent_decode(
     blocks = -(-num_heads // heads)
     num_parts = max(1, _num_multiprocessors(device) // blocks)
     out = torch.empty(num_rows, num_heads, latent, dtype=queries.dtype, device=device)
-    # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
+    # Not `scratch`: a captured graph keeps its allocations, and a growing buffer would move.
     partial = torch.empty(2 * num_parts, num_heads, latent, dtype=torch.float32, device=device)
     sums = torch.empty(2 * num_parts, num_heads, dtype=torch.float32, device=device)
     rows = max(32, triton.next_power_of_2(num_rows))
@@ -521,8 +522,8 @@ def latent_decode(
 
 
 def descriptors(queries: Tensor, pages: Tensor, heads: int, copied: int) -> list[object]:
-    """What the copy engine is told of queries and pages: their shapes, and boxes of half a latent
-    and of the rotated part."""
+    """Tensor descriptors of queries and pages for the copy engine: shapes, and boxes of half a
+    latent and of the rotated part."""
     num_rows, num_heads, width = queries.shape
     num_pages, page_size, _ = pages.shape
     found: list[object] = []

@@ -1,9 +1,9 @@
 """Prompt attention of latent models on Hopper GPUs, in Gluon: keys of 192 numbers, values of 128.
 
-Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton_prompt.py`. The
-work is divided as in `attention/triton_hopper.py`: two warps ask the copy engine for keys and
-values, and twice four warps have 64 queries each. Keys are copied in two pieces, because tiles are
-powers of two wide. Tiles go from the last to the first, so that partly seen ones come first.
+Same signature as `reference.py`, for inputs that `is_for` accepts; `triton_prompt.py` takes the
+rest. The work is divided as in `attention/triton_hopper.py`: two warps start copies of keys and
+values, and twice four warps have 64 queries each. Keys are copied in two pieces, because the width
+of a tile is a power of two. Tiles run from last to first, so that partly visible tiles come first.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from manyroots.kernels.launch import is_hopper
 
 LOG2_E = math.log2(math.e)
 HALF = gl.constexpr(64)
-"""Queries of four warps: what one matrix instruction takes."""
+"""Queries of four warps: one matrix instruction's rows."""
 BLOCK_Q = 2 * 64
 KEY_DIM, VALUE_DIM = 192, 128
 WIDE = gl.constexpr(128)
 NARROW = gl.constexpr(64)
 """The two pieces of keys."""
 TOKENS = gl.constexpr(128)
-"""Of a tile."""
+"""Keys of a tile."""
 STAGES = gl.constexpr(2)
-"""Tiles that are there or on their way."""
+"""Tiles that are loaded or being loaded."""
 COMPUTE_REGISTERS = gl.constexpr(240)
 COPY_REGISTERS = gl.constexpr(24)
 FEWEST = 256
-"""Queries of the longest prompt from which on this is used."""
+"""This kernel is used if the longest prompt has at least this many queries."""
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
 
 
 @gluon.jit
 def _find(item, work, NUM_HEADS: gl.constexpr):
-    """An item of work is a block of queries of a head: the head, the block's first row, how many
-    rows are queries, how many keys the first one sees, the first key, the keys of the sequence,
-    and of the tiles that are seen, how many there are and how many are seen by all."""
+    """An item of work is a block of queries of one head. Returns the head, the block's first row,
+    its number of queries, the keys that the first query sees, the first key, and the sequence's
+    keys. Then the number of visible tiles, and of those that all queries see."""
     query_starts, key_starts, first_seen, num_seqs, num_blocks = work
     head, rest = item % NUM_HEADS, item // NUM_HEADS
     seq = rest % num_seqs
@@ -75,7 +75,7 @@ def _find(item, work, NUM_HEADS: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.constexpr):
-    """The part of one warp: keys and queries."""
+    """The role of one warp: load keys and queries."""
     count, asked = 0, 0
     tile_bytes: gl.constexpr = k_descs[0].block_type.nbytes + k_descs[1].block_type.nbytes
     query_bytes: gl.constexpr = q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes
@@ -93,7 +93,7 @@ def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.c
                 mbarrier.expect(full, tile_bytes)
                 _load(k_descs[0], [token, column], full, keys[0].index(stage))
                 _load(k_descs[1], [token, column + WIDE], full, keys[3].index(stage))
-                if i == 0:  # after the keys: the last item's may be in use for some time
+                if i == 0:  # after the keys: the last item may still use its queries
                     for half in gl.static_range(2):
                         full = queries[1].index(half)
                         mbarrier.wait(queries[2].index(half), (asked & 1) ^ 1)
@@ -107,7 +107,7 @@ def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.c
 
 @gluon.jit
 def _copy_values(v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.constexpr):
-    """The part of another."""
+    """The role of another warp: load values."""
     count = 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
@@ -128,7 +128,7 @@ def _copy_values(v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.con
 
 @gluon.jit
 def _score(at, queries, keys, turns, half, layout: gl.constexpr):
-    """Begin a tile's scores when it is this half's turn."""
+    """Start a tile's scores when the other half has finished its own."""
     mbarrier.wait(turns.index(half), (at & 1) ^ half ^ 1)
     stage = at % STAGES
     none = gl.zeros([HALF, TOKENS], gl.float32, layout)
@@ -146,7 +146,7 @@ def _step(
     at, end, queries, keys, values, turns, weights, acc, best, total, position, scale, half,
     MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
 ):  # fmt: skip
-    """The scores and weights of tile `at`, and the values of the one before."""
+    """Compute the scores and weights of tile `at`, and the values of the tile before it."""
     before = (at - 1) % STAGES
     weights = gl.convert_layout(weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
     scores = _score(at, queries, keys, turns, half, s_layout)
@@ -158,8 +158,8 @@ def _step(
     weights, best, total, shrink = _weigh(
         scores, position, end - 1 - at, best, total, scale, TOKENS, MASKED, s_layout
     )
-    # The next tile's keys are waited for here because a wait is a branch: the assembler would
-    # make the weights after the products they should run beside, but not across a branch.
+    # Wait for the next tile's keys here, because a wait is a branch. The assembler would move the
+    # weights after the products that they should overlap, but not across a branch.
     ahead = gl.minimum(at + 1, end - 1)
     mbarrier.wait(keys[1].index(ahead % STAGES), ahead // STAGES & 1)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
@@ -173,7 +173,8 @@ def _attend(
     begin, asked, found, queries, keys, values, turns, out, sums, scale, half,
     NUM_HEADS: gl.constexpr,
 ):  # fmt: skip
-    """64 queries of an item over all its tiles, the first of which is the ring's `begin`-th."""
+    """Attend with 64 queries of an item over all of its tiles; the first is number `begin` of the
+    ring."""
     head, first_row, num_rows, lowest, _, num_keys, num_tiles, num_whole = found
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
@@ -239,7 +240,7 @@ def _attend(
 def _compute(
     queries, keys, values, turns, work, out, sums, scale, num_items, half, NUM_HEADS: gl.constexpr
 ):  # fmt: skip
-    """The part of four warps: 64 queries of each item."""
+    """The role of four warps: 64 queries of each item."""
     count, asked = 0, 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
@@ -255,7 +256,7 @@ def _compute(
 
 
 @gluon.jit(
-    # Compiled once for all steps: it takes seconds.
+    # Compiled once for all steps, because compiling takes seconds.
     do_not_specialize=["num_seqs", "num_blocks", "num_items", "head_stride"],
     do_not_specialize_on_alignment=["query_starts", "key_starts", "first_seen", "sums"],
 )
@@ -265,7 +266,7 @@ def _prompt(
     NUM_HEADS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_wide.dtype
-    # Places, of each whether it is full, and whether those that read it are done.
+    # Ring slots; for each, a barrier for 'full' and one for 'all readers done'.
     queries = (
         gl.allocate_shared_memory(dtype, [2, HALF, WIDE], q_wide.layout),
         _barriers(2, 1), _barriers(2, 1),
@@ -301,7 +302,7 @@ def _prompt(
 
 
 def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
-    """Whether this kernel takes such queries, keys and values, and is worth its large blocks:
+    """Whether this kernel supports such queries, keys and values and its large blocks pay:
     bfloat16, DeepSeek's dimensions, and prompts that are not short."""
     return (
         is_hopper(q.device)
@@ -319,7 +320,7 @@ def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
 def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What queries make of a piece of keys and values, and logarithms of the sums of
+    """Attend with queries to a piece of keys and values; also returns logarithms of the sums of
     exponentials."""
     num_tokens, num_heads, _ = q.shape
     out = torch.empty(num_tokens, num_heads, VALUE_DIM, dtype=q.dtype, device=q.device)
@@ -327,7 +328,7 @@ def attend_piece(
     num_seqs = piece.first_seen.shape[0]
     num_blocks = -(-piece.max_queries // BLOCK_Q)
     num_items = num_heads * num_seqs * num_blocks
-    # Launched plainly: it begins when the kernel before it is done.
+    # A plain launch: it starts when the kernel before it is done.
     _prompt[(min(num_items, _num_multiprocessors(q.device)),)](
         *descriptors(q, k, v), piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
         scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items, NUM_HEADS=num_heads,
@@ -337,8 +338,8 @@ def attend_piece(
 
 
 def descriptors(q: Tensor, k: Tensor, v: Tensor) -> list[object]:
-    """What the copy engine is told of queries, keys and values: rows of all heads' numbers, and
-    boxes of one head's."""
+    """Tensor descriptors of queries, keys and values for the copy engine: rows of all heads'
+    numbers, and boxes of one head's."""
     width = q.shape[1] * KEY_DIM
     found: list[object] = [
         _describe(tensor, tensor.shape[0], width, width, (rows, columns))

@@ -1,7 +1,7 @@
 """The absorbed products of latent attention in Triton: a head's rows times its part of `kv_b_proj`.
 
-Same signatures as `reference.py`. A program has a tile of one head's weights, which it asks for
-before the rows are there. What adapters add is a launch of its own, in factored form: a program has
+Same signatures as `reference.py`. A program has a tile of one head's weights, which it requests
+before the rows are ready. The adapters' part is a separate launch in factored form: a program has
 one token and head, for which two small products suffice.
 """
 
@@ -17,11 +17,11 @@ from manyroots.kernels.latent.triton_rows import padded
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 LEAST = 16
-"""Of each dimension of a matrix instruction."""
+"""Smallest size of each dimension of a matrix instruction."""
 PROGRAMS = 128
-"""At least so many where a head's tiles can be made small enough."""
+"""Fewest programs, if a head's tiles can be made small enough."""
 RANKS = 16
-"""That a program expands at once."""
+"""Ranks that a program expands at once."""
 
 
 @triton.jit
@@ -30,8 +30,8 @@ def _by_head(
     K_SIZE: tl.constexpr, N_SIZE: tl.constexpr, REST: tl.constexpr, REST_POW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head's product; the first also copies the REST numbers after the rows' first
-    K_SIZE."""
+    """Compute a tile of one head's product. The first program also copies the REST numbers after
+    the rows' first K_SIZE."""
     let_next_begin(DEPENDENT)
     head = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -40,7 +40,7 @@ def _by_head(
     is_row = (m < num_rows)[:, None]
     weight_at = weight + head * w_head + k[:, None] * w_k + n[None, :] * w_n
     is_column = (n < N_SIZE)[None, :]
-    # Weights are constants of the step: the first are asked for before the rows are there.
+    # Weights are constant in a step, so the first tile is requested before the rows are ready.
     tile = tl.load(weight_at, mask=(k < K_SIZE)[:, None] & is_column, other=0.0)
     wait_for_inputs(DEPENDENT)
     row_at = x + m.to(tl.int64)[:, None] * x_row + head * x_head
@@ -68,7 +68,7 @@ def _add_absorbed(
     NOPE_POW: tl.constexpr, LATENT_POW: tl.constexpr, RANKS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A head's query of a token times its rows of B, then times A."""
+    """Multiply a token's query of one head with its rows of B, then with A."""
     let_next_begin(DEPENDENT)
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -101,7 +101,7 @@ def _add_expanded(
     NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, VALUE_POW: tl.constexpr,
     LATENT_POW: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A head's attended latents of a token times A, then times its rows of B."""
+    """Multiply a token's attended latents of one head with A, then with its rows of B."""
     let_next_begin(DEPENDENT)
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
@@ -131,7 +131,7 @@ def _add_expanded(
 
 
 def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
-    """Queries of latents, [tokens, heads, latent + rope], of q [tokens, heads, nope + rope] and
+    """Queries of latents, [tokens, heads, latent + rope], from q [tokens, heads, nope + rope] and
     `kv_b_proj` as weight [heads, nope + v, latent]."""
     num_tokens, heads, size = q.shape
     latent = weight.shape[2]

@@ -1,9 +1,9 @@
 """Prompt attention of latent models in Triton: queries over a piece of expanded keys and values.
 
-Same signatures as `reference.py`. A program has a block of queries of one head and goes over the
-tokens they see tile by tile; only tiles that some query does not wholly see are masked. Keys are
-read in two pieces, because tiles are powers of two wide and 192 is none. What
-`triton_hopper_prompt.py` takes goes there.
+Same signatures as `reference.py`. A program takes a block of queries of one head and loops over
+their visible tokens tile by tile. It masks only tiles that some query sees in part. Keys are read
+in two pieces, because the width of a tile is a power of two and 192 is not.
+`triton_hopper_prompt.py` takes the inputs that it supports.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 
 LOG2_E = math.log2(math.e)
 LEAST = 16
-"""Numbers that a matrix instruction takes of the inner dimension."""
+"""Inner dimension of a matrix instruction."""
 MERGED = 16
-"""Rows of heads of a program that merges."""
+"""Rows of heads of a merging program."""
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def _over_tiles(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr,
     VALUE_POW: tl.constexpr, BLOCK_T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys [begin, end): the best score so far, the sum of weights, and of values.
-    MASKED: not every query sees all of them."""
+    """Accumulate the keys [begin, end) into the best score, the sum of weights and the sum of
+    values. MASKED: some query does not see all of them."""
     d = tl.arange(0, WIDE)
     e = WIDE + tl.arange(0, NARROW)
     f = tl.arange(0, VALUE_POW)
@@ -53,7 +53,7 @@ def _over_tiles(
         if MASKED:
             scores = tl.where(t[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1) * scale)
-        # A query that has seen nothing so far would have -inf - -inf here.
+        # A query that has seen no key yet would compute -inf - -inf here.
         anchor = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
         shrink = tl.exp2(best - anchor)
         weights = tl.exp2(scores * scale - anchor[:, None])
@@ -124,9 +124,9 @@ def _prompt(
 def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """What queries [tokens, heads, key dim] make of a piece of keys [keys, heads, key dim] and
-    values [keys, heads, value dim]: [tokens, heads, value dim], and logarithms of the sums of
-    exponentials, float32 [tokens, heads]. A query that sees none has 0 and -inf."""
+    """Attend with queries [tokens, heads, key dim] to a piece of keys [keys, heads, key dim] and
+    values [keys, heads, value dim]. Returns [tokens, heads, value dim], and logarithms of the sums
+    of exponentials, float32 [tokens, heads]. A query that sees no key gives 0 and -inf."""
     if triton_hopper_prompt.is_for(q, k, v, piece):
         return triton_hopper_prompt.attend_piece(q, k, v, piece, scale)
     num_tokens, heads, key_dim = q.shape
@@ -174,7 +174,7 @@ def _merge(
 
 
 def merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The same over both pieces' keys."""
+    """The result over both pieces' keys."""
     merged, merged_sums = torch.empty_like(out), torch.empty_like(sums)
     size, num_rows = out.shape[2], sums.numel()
     _merge[(-(-num_rows // MERGED),)](

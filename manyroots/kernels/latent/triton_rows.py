@@ -1,7 +1,7 @@
-"""A token's row of latents in Triton: normalised, rotated and written to its page, and read again.
+"""A token's row of latents in Triton: normalise, rotate and write it to its page, and read it back.
 
-Same signatures as `reference.py`. One launch does all that lies between the two products of a layer
-and attention: a program has a token's latent, or some heads of its query.
+Same signatures as `reference.py`. One launch does everything between the two products of a layer
+and attention. A program has a token's latent, or some heads of its query.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 
 LARGEST = tl.constexpr(scaled.LARGEST)
 HEADS = 8
-"""Of a query, for each program."""
+"""Heads of a query per program."""
 READ = 8
 """Rows of a program that reads."""
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The next power of two: tiles have such sizes."""
+    """The next power of two, as tiles require."""
     return 1 << (max(size, least) - 1).bit_length()
 
 
 def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
-    """A page's numbers and its scales as tensors of their own, and where a row's scales begin."""
+    """A page's numbers and its scales as separate tensors, and the offset of a row's scales."""
     if pages.dtype is not torch.uint8:
         return pages, pages, 0
     return pages.view(torch.float8_e4m3fn), pages.view(torch.float32), pages.shape[2] // 4 - 4
@@ -68,7 +68,7 @@ def _write(
     LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """A token's row into its page."""
+    """Write a token's row into its page."""
     page = tl.load(page_of + token).to(tl.int64)
     if page < 0:
         return
@@ -153,8 +153,8 @@ def latent_write(
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
-    row into pages [num_pages, page_size, width]. Give q [tokens, heads, nope + rope] with its last
-    part rotated alike."""
+    row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
+    last part rotated in the same way."""
     num_tokens, heads, size = q.shape
     latent = norm.weight.shape[0]
     rope = kv.shape[1] - latent
@@ -197,7 +197,7 @@ def _read(
 
 
 def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + place)."""
+    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
     width = latent + rope
     out = torch.empty(slots.shape[0], width, dtype=dtype, device=pages.device)
     if slots.shape[0] == 0:

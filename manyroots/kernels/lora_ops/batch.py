@@ -1,9 +1,9 @@
-"""One step as adapters see it: which tokens belong to which adapter.
+"""The adapters of one step: which tokens belong to which adapter.
 
-Takes the slot of each flat token, once per step; gives the same `AdapterBatch` to every layer.
-A *run* is a stretch of tokens with the same adapter; tokens of the base model are in none. How
-runs are computed is worked out here, too: short ones of different adapters (decodes) together
-where their weights are stacked, all others one by one.
+Takes the slot of each flat token, once per step; gives the same `AdapterBatch` to every layer. A
+*run* is a stretch of tokens with the same adapter; tokens of the base model are in no run. This
+module also chooses how to compute runs: short runs of different adapters (decodes) together if
+their weights are stacked, all others one by one.
 
     tokens   | base | base | s1 | s1 | s4 | base | s1 ......... |
     runs                    [2, 4) 1   [4, 5) 4   [6, 15) 1
@@ -25,27 +25,27 @@ from manyroots.kernels.lora_ops.stacks import Stack, Stacks
 from manyroots.kernels.lora_ops.weights import SlotWeights
 
 MAX_GROUPED_TOKENS = 32
-"""Runs beyond this fill a product of their own (measured: 128 tokens cost the same either way)."""
+"""Longer runs are computed separately (measured: 128 tokens cost the same either way)."""
 MAX_WASTE = 2.0
-"""A group may compute this many times what its runs need; padding costs more from there on."""
+"""A group may compute at most this many times the work of its runs; more padding costs too much."""
 
 Slots = npt.NDArray[np.int64]
 
 
 class AdapterMemory(Protocol):
-    """Where adapters are on the device."""
+    """The weights of adapters on the device."""
 
     @property
     def stacks(self) -> Stacks: ...
 
     def weights(self, slot: int) -> SlotWeights:
-        """RuntimeError if the slot is empty."""
+        """Raises RuntimeError if the slot is empty."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Neighbouring tokens of one adapter."""
+    """Adjacent tokens of one adapter."""
 
     tokens: slice
     slot: int
@@ -62,7 +62,7 @@ class Group:
 
     stack: Stack
     tokens: slice | None
-    """Where the runs are neighbours of one length: no padding, and nothing to gather."""
+    """The tokens, if the runs are adjacent and of equal length: no padding and no gather."""
     cells: Tensor
     """int64 [num_runs * longest]: the token in each cell; padding repeats a token of its run."""
     places: Tensor
@@ -76,9 +76,9 @@ class AdapterBatch:
     """The adapters of one step."""
 
     runs: tuple[Run, ...]
-    """All of them, in the order of the tokens."""
+    """All runs, in the order of the tokens."""
     alone: tuple[Run, ...]
-    """Those that are not in the group."""
+    """Runs that are not in the group."""
     group: Group | None
 
     @classmethod
@@ -89,9 +89,9 @@ class AdapterBatch:
         stacks: Stacks | None,
         device: torch.device,
     ) -> AdapterBatch | None:
-        """None if no token has an adapter. KeyError for a slot that is not in `weights`.
+        """None if no token has an adapter. Raises KeyError for a slot that is not in `weights`.
 
-        `stacks`: None for tokens that pass few sites, which are computed run by run.
+        `stacks`: None for tokens that use few sites, which are computed run by run.
         """
         runs = tuple(_runs(token_slots, weights))
         if not runs:
@@ -107,13 +107,13 @@ class AdapterBatch:
         return cls(runs, alone, _group(together, stack, device))
 
     def with_slots(self, slots: npt.NDArray[np.int32], device: torch.device) -> AdapterBatch | None:
-        """Other tokens with these adapters, one run after the other."""
+        """The batch of other tokens with these adapters, one run after the other."""
         weights = {run.slot: run.weights for run in self.runs}
         return AdapterBatch.build(slots.astype(np.int64), weights, None, device)
 
     def between(self, first: int, last: int) -> AdapterBatch | None:
-        """Of the tokens [first, last) alone; None if none of them has an adapter. Decodes, which
-        come first, stay together if all of them are among these."""
+        """The batch of the tokens [first, last) only; None if none of them has an adapter. Decodes,
+        which come first, stay together if all of them are in this range."""
         runs = _clipped(self.runs, first, last)
         if not runs:
             return None
@@ -146,10 +146,10 @@ def _runs(token_slots: Slots, weights: Mapping[int, SlotWeights]) -> list[Run]:
 
 
 def _choose(runs: Sequence[Run]) -> list[Run]:
-    """Short runs of different adapters, less those that would make too much padding.
+    """Short runs of different adapters, without those that would cause too much padding.
 
-    In the order of their slots, whatever that of the tokens: the same adapters in the next step
-    are then the same stack.
+    Sorted by slot, for any order of the tokens: the same adapters in the next step then use the
+    same stack.
     """
     by_slot: dict[int, Run] = {}
     for run in runs:
@@ -162,7 +162,7 @@ def _choose(runs: Sequence[Run]) -> list[Run]:
 
 
 def _fitting(runs: list[Run], size: Callable[[Run], int]) -> list[Run]:
-    """Without the largest, until padding the others to the largest of them is worth it."""
+    """Drop the longest run until padding the others to the longest of them pays."""
     kept = list(runs)
     while kept and len(kept) * max(map(size, kept)) > MAX_WASTE * sum(map(size, kept)):
         kept.remove(max(kept, key=size))
@@ -178,7 +178,7 @@ def _group(runs: Sequence[Run], stack: Stack, device: torch.device) -> Group:
     cells = np.where(is_real, starts[:, None] + offsets, starts[:, None])
     is_even = bool((np.diff(starts) == longest).all() and (counts == longest).all())
     flat = [cells.reshape(-1), np.flatnonzero(is_real), cells[is_real]]
-    # One copy, because each costs a GPU a round trip.
+    # One copy, because each copy to a GPU costs a round trip.
     packed = torch.from_numpy(np.concatenate(flat)).to(device)
     moved = torch.split(packed, [len(part) for part in flat])
     tokens = slice(runs[0].tokens.start, runs[-1].tokens.stop) if is_even else None

@@ -1,7 +1,7 @@
-"""Adapters, naive: one row and one part at a time, in float32.
+"""Reference of adapters: one row and one part at a time, in float32.
 
-Obviously right and slow; every other file of this folder that computes has the same signatures
-and is compared with it.
+Simple and slow. Every other file of this folder that computes has the same signatures and is
+compared with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows
 def prepare(
     token_slots: Slots, pool: AdapterMemory, device: torch.device, *, all_layers: bool = True
 ) -> LoraRows | None:
-    """A step's adapters from the slot of each of its tokens; None if all are the base model's.
+    """A step's adapters, from the slot of each token; None if all tokens use the base model.
 
-    `all_layers`: whether these tokens pass the whole model, or its head alone.
+    `all_layers`: whether these tokens go through the whole model, or only its head.
     """
     if (token_slots == NO_ADAPTER).all():
         return None
@@ -43,7 +43,7 @@ def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
 
 
 def expanded(term: LoraTerm) -> Tensor:
-    """What the adapters add, float32 [num_rows, sum of part sizes]."""
+    """The adapters' additions, float32 [num_rows, sum of part sizes]."""
     site = term.site
     hidden = term.hidden.sum(0).to(site.pool.dtype).float()
     out = torch.zeros(hidden.shape[0], sum(site.part_sizes), device=hidden.device)
@@ -61,12 +61,12 @@ def expanded(term: LoraTerm) -> Tensor:
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
-    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    """Add the adapters' part to y [num_rows, sum of part sizes], in place."""
     y.copy_(y.float() + expanded(term))
 
 
 def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
-    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden]."""
+    """Add scaling * B A[token] of each row's own adapter to its vector y [num_rows, hidden]."""
     for row, slot in enumerate(rows.slots.tolist()):
         if slot < 0:
             continue

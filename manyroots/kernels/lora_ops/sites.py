@@ -1,15 +1,15 @@
-"""Where the adapters' weights lie on the device, and which rows want which.
+"""Device addresses of the adapters' weights, and the adapter of each row.
 
 A *site* is one product of the model that adapters change: a layer's qkv, o, gate_up or down. Its
-*parts* are the projections in it (q, k, v). All adapters' weights lie in one flat pool; a site's
-table says, for each slot, where. A kernel follows the table: loading an adapter writes the pool
-and one row per site, and no captured graph has to change.
+*parts* are the projections in it (q, k, v). All adapters' weights are in one flat pool; a site's
+table holds their offsets for each slot. Kernels follow the table. Loading an adapter writes the
+pool and one row per site, so no captured graph changes.
 
-Ranks are the adapters' own, rounded up to a multiple of `RANK_STEP` with zeros, so that rows are
+Ranks are the adapters' own, rounded up with zeros to a multiple of `RANK_STEP`, so that rows are
 whole 16-byte loads. Nothing is padded to the largest rank.
 
-In the memory of a CPU sites are *transposed*: ranks are exact, and a B lies as [rank, part size]
-with its scaling in it, because torch's products are a third faster so. `PoolSite.b` reads both.
+In CPU memory, sites are *transposed*: ranks are exact, and a B is stored as [rank, part size] with
+its scaling applied. torch's products are a third faster with this layout. `PoolSite.b` reads both.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ RANK_STEP = 8
 
 DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
-"""Most rows that one program takes: few, so that many programs share a decode step's work; many,
-so that a prefill's weights are read seldom."""
+"""Most rows of one program: few, so that many programs share a decode step's work; or many, so that
+a prefill reads weights seldom."""
 MOST_SINGLE_ROWS = 32
-"""Up to here a program of the fused kernels has one row: what rows share is in the cache, and a
-program of several is large, so that not all of them fit onto the chip at once."""
+"""Up to this many rows, a program of the fused kernels has one row. Shared weights are in the
+cache, and programs with several rows are large, so fewer fit on the chip at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolSite:
-    """A product that adapters may change, and where each slot's weights for it lie in the pool.
+    """A product that adapters may change, and the offsets of each slot's weights in the pool.
 
-    No two are equal, so that weights can be kept by site.
+    Compared by identity, so that weights can be kept by site.
     """
 
     pool: Tensor
-    """[num_elements] of the model's dtype; every offset is a multiple of 8 (but of an A among a
-    transposed site's)."""
+    """[num_elements] of the model's dtype; every offset is a multiple of 8, except for an A of a
+    transposed site."""
     table: Tensor
-    """int64 [num_slots, what the kind of site says]. A slot that does not change it has ranks 0."""
+    """int64 [num_slots, columns of the kind of site]. A slot that does not change the site has
+    ranks 0."""
     scalings: Tensor
-    """float32 [num_slots, num_parts]; 1 where B has it in it already."""
+    """float32 [num_slots, num_parts]; 1 if B already includes the scaling."""
     part_sizes: tuple[int, ...]
     max_rank: int
     """The largest rank that a part of any slot may have."""
     is_transposed: bool = False
-    """Whether a B lies as [rank, part size], scaled. Triton's kernels read no such sites."""
+    """Whether B is stored as [rank, part size], scaled. Triton's kernels do not read such sites."""
 
     @property
     def num_parts(self) -> int:
@@ -65,7 +66,7 @@ class PoolSite:
         return self.num_parts * self.max_rank
 
     def b(self, offset: int, size: int, rank: int) -> Tensor:
-        """A part's B [size, rank], whichever way it lies."""
+        """A part's B [size, rank], for either layout."""
         flat = self.pool[offset : offset + size * rank]
         return flat.view(rank, size).t() if self.is_transposed else flat.view(size, rank)
 
@@ -73,44 +74,44 @@ class PoolSite:
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearSite(PoolSite):
     """A dense product. `table` has 2 + 3 * num_parts columns: the offset of A [sum of ranks, in]
-    and the sum of ranks; then for each part where its ranks begin among them, its rank, and the
-    offset of its B [part size, rank]."""
+    and the sum of ranks. Then for each part: the start of its ranks, its rank, and the offset of
+    its B [part size, rank]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingSite(PoolSite):
-    """The table of tokens' vectors, one part. `table` has 3 columns: the offset of A [vocabulary,
+    """The table of token vectors, one part. `table` has 3 columns: the offset of A [vocabulary,
     rank], the rank, and the offset of B [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """Which slot each row of a step wants; rows of one slot lie together."""
+    """The slot of each row of a step; rows of one slot are adjacent."""
 
     slots: Tensor
     """int32 [num_rows]; NO_ADAPTER for rows of the base model."""
     blocks: Tensor
     """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
-    row, those of the base model, too; the others have no rows."""
+    row, including those of the base model; the others have no rows."""
     num_blocks: Tensor
     """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
     max_blocks: int
     batch: AdapterBatch | None = None
-    """The same as the torch set computes it, where that has prepared the step."""
+    """The same in the form of the torch set, if that set prepared the step."""
     on_host: np.ndarray | None = None
-    """`slots` on the host, where the step was prepared there."""
+    """`slots` on the host, if the step was prepared there."""
 
     @property
     def programs(self) -> tuple[int, int]:
-        """How many rows a program of a fused kernel takes at a time, and how many programs."""
+        """Rows that a program of a fused kernel takes at a time, and the number of programs."""
         num_rows = self.slots.shape[0]
         if num_rows <= MOST_SINGLE_ROWS:
             return 1, num_rows
         return DECODE_BLOCK_ROWS, self.max_blocks
 
     def between(self, first: int, last: int) -> LoraRows | None:
-        """Of the rows [first, last) alone, prepared by the torch set; None if these are all the
-        base model's."""
+        """The rows [first, last) only, prepared by the torch set; None if all of them use the base
+        model."""
         assert self.batch is not None, "these rows were not prepared by the torch set"
         batch = self.batch.between(first, last)
         if batch is None:
@@ -118,8 +119,8 @@ class LoraRows:
         return LoraRows.build(self.slots[first:last].numpy(), self.slots.device, batch=batch)
 
     def of(self, tokens: np.ndarray) -> LoraRows | None:
-        """Of rows that have the adapters of these tokens, in any number and order; None if these
-        are all the base model's."""
+        """Rows with the adapters of these tokens, in any number and order; None if all of them use
+        the base model."""
         assert self.on_host is not None, "the adapters of a captured step are known on the device"
         slots = self.on_host[tokens]
         if (slots == NO_ADAPTER).all():
@@ -136,7 +137,8 @@ class LoraRows:
         block_rows: int | None = None,
         batch: AdapterBatch | None = None,
     ) -> LoraRows:
-        """For a step whose rows are known now; `block_rows` has a default by their number."""
+        """For a step whose rows are known now; the default of `block_rows` depends on their
+        number."""
         wanted = np.array(slots, dtype=np.int32)
         blocks = row_blocks(wanted, block_rows or block_rows_for(len(wanted)))
         count = np.array([len(blocks)], dtype=np.int32)
@@ -153,7 +155,7 @@ class LoraRows:
 
 @dataclass(frozen=True, slots=True)
 class LoraTerm:
-    """What adapters add to a product: shrunk activations that the next kernel expands."""
+    """An adapter's addition to a product, as shrunk activations that the next kernel expands."""
 
     hidden: Tensor
     """[num_splits, num_rows, site.width]: partial sums of scaling * x A^T in float32, or one sum in
@@ -163,10 +165,10 @@ class LoraTerm:
 
 
 def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Flat int32 arrays on `device`; on a GPU by one copy that nobody waits for."""
+    """Flat int32 arrays on `device`; on a GPU with one asynchronous copy."""
     if device.type != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
-    # Each begins at a multiple of 16 bytes, which kernels are compiled for.
+    # Each array starts at a multiple of 16 bytes, as kernels are compiled for.
     sizes = [-(-len(array) // 4) * 4 for array in arrays]
     packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
     pieces = torch.split(packed, sizes)
@@ -177,12 +179,12 @@ def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def block_rows_for(num_rows: int) -> int:
-    """How many rows of one adapter a program takes, in a step of so many."""
+    """The number of rows of one adapter per program, in a step of this many rows."""
     return DECODE_BLOCK_ROWS if num_rows <= PREFILL_BLOCK_ROWS else PREFILL_BLOCK_ROWS
 
 
 def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
-    """How many blocks a step of `num_rows` with up to `max_slots` adapters can have."""
+    """The most blocks of a step of `num_rows` with up to `max_slots` adapters."""
     return min(num_rows, max_slots + 1 + num_rows // block_rows)
 
 

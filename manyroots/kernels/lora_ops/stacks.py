@@ -1,12 +1,12 @@
-"""The weights of several adapters side by side, so that one batched product serves them all.
+"""The weights of several adapters side by side, for one batched product.
 
 Takes a set of adapters that decode together; gives their weights per site as [adapters, ...],
-padded to the highest rank among them, projection by projection. That is a second copy, made site by
-site as layers ask, and only for a set that comes again: a set that is there for one step is cheaper
-one by one.
+padded to the highest rank among them, projection by projection. This is a second copy, made site by
+site on demand, and only for a set that occurs again. A set that occurs for one step is cheaper to
+compute one by one.
 
-Sums over parts that an adapter leaves alone are sums of exact zeros, so that whoever is stacked
-beside an adapter adds nothing to it.
+For projections that an adapter does not change, the sums are sums of exact zeros. Adapters in one
+stack therefore do not affect each other.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from manyroots.kernels.lora_ops.weights import LowRank, Part, Site, SlotWeights
 
 NUM_REMEMBERED = 16
-"""Sets that were seen and have no stack yet; and for how many steps a stack that is not used keeps
-its memory from others. Sets that take turns would otherwise be copied in each step."""
+"""Number of sets that were seen but have no stack yet, and the steps for which an unused stack
+keeps its memory. Without the second, alternating sets would be copied in each step."""
 
 Members = tuple[SlotWeights, ...]
 Columns = tuple[int, int]
-"""Of the whole product: where a projection's begin and end."""
+"""Start and end of a projection in the product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +34,19 @@ class Stacked:
     """One product of several adapters."""
 
     a: Tensor
-    """[adapters, in, sum of ranks]: a quarter faster for few rows than the other way."""
+    """[adapters, in, sum of ranks]: a quarter faster for few rows than transposed."""
     parts: tuple[Part, ...]
-    """Of each projection that any of them changes, `b` [adapters, highest rank, out]. In one matrix
-    for all projections most numbers were zeros: gate and up took a quarter more time, and bytes."""
+    """For each projection that any of them changes, `b` [adapters, highest rank, out]. In one
+    matrix for all projections most numbers were zeros: gate and up took a quarter more time, and
+    bytes."""
 
 
 class Stack:
-    """The linear sites of some adapters, stacked when first asked for."""
+    """The linear sites of some adapters, stacked on first use."""
 
     def __init__(self, members: Members, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """When all sites have been asked for."""
+        """Bytes when all sites are stacked."""
         self.last_step = 0
         self._members = members
         self._by_site: dict[Site, Stacked | None] = {}
@@ -64,25 +65,25 @@ class Stack:
 class Stacks:
     """The stacks of recent sets of adapters, within a limit of memory.
 
-    Steps look for them on one thread while others bring adapters and take them away.
+    Steps look them up on one thread while other threads load and unload adapters.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         """0: never stack."""
         self._lock = threading.Lock()
-        # All below are guarded by it.
+        # Guards everything below.
         self._stacks: dict[Members, Stack] = {}
         self._seen: deque[Members] = deque(maxlen=NUM_REMEMBERED)
         self._step = 0
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all stacks when they are whole."""
+        """Memory of all stacks when they are complete."""
         return sum(stack.num_bytes for stack in self._stacks.values())
 
     def find(self, members: Members) -> Stack | None:
-        """The stack of a step's adapters, if it is worth having. Called once per step."""
+        """The stack of a step's adapters, if it is worthwhile. Called once per step."""
         if self._max_bytes == 0:
             return None
         with self._lock:
@@ -113,7 +114,7 @@ class Stacks:
         return self.num_bytes + num_bytes <= self._max_bytes
 
     def forget(self, weights: SlotWeights) -> None:
-        """These weights leave the device: so does every copy of them."""
+        """Drop every copy of weights that leave the device."""
         with self._lock:
             for members in [members for members in self._stacks if weights in members]:
                 del self._stacks[members]
@@ -169,5 +170,5 @@ def _stacked_bytes(members: Members) -> int:
 
 
 def default_stack_bytes(device: torch.device) -> int:
-    """Half a GiB on a CPU. None on a GPU, where memory is promised to pages."""
+    """Half a GiB on a CPU. None on a GPU, where pages have the memory."""
     return 2**29 if device.type == "cpu" else 0

@@ -1,10 +1,10 @@
-"""Adapters with torch's own operators: the path of every CPU.
+"""Adapters with torch's operators; used on every CPU.
 
-Same signatures as `reference.py`, of rows that `prepare` made here and of transposed sites. A run
-is two products (one more for each further part); the runs of a group are two batched products for
-all of them, since a decode step of a small model is hundreds of sites and the cost of small
-products is in their number. Measured for 4 adapters of rank 16, 8 rows each: 11 ms a step batched,
-18 ms one by one, 17 ms as one product of all adapters with a mask.
+Same signatures as `reference.py`, for rows from `prepare` of this module and transposed sites. A
+run is two products, plus one for each further part. The runs of a group are two batched products in
+total: a decode step of a small model has hundreds of sites, and small products cost by their
+number. Measured for 4 adapters of rank 16, 8 rows each: 11 ms a step batched, 18 ms one by one, 17
+ms as one masked product of all adapters.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from manyroots.kernels.lora_ops.stacks import Stacked
 from manyroots.kernels.lora_ops.weights import LowRank
 
 FEW_TOKENS = 128
-"""Up to here a product with a transposed factor is written transposed, too: torch on Arm takes
-another way for plain ones, which costs 80 us before it computes anything (16 tokens, 576 to 32: 56
-us and 143).
-"""
+"""Up to this many tokens, a product with a transposed factor is written transposed, too. Otherwise
+torch on Arm takes another path, which costs 80 us before it computes (16 tokens, 576 to 32: 143 us
+instead of 56)."""
 
 
 def prepare(
     token_slots: Slots, pool: AdapterMemory, device: torch.device, *, all_layers: bool = True
 ) -> LoraRows | None:
-    """A step's adapters from the slot of each of its tokens; None if all are the base model's.
+    """A step's adapters, from the slot of each token; None if all tokens use the base model.
 
-    `all_layers`: whether these tokens pass the whole model, or its head alone.
+    `all_layers`: whether these tokens go through the whole model, or only its head.
     """
     wanted = [slot for slot in np.unique(token_slots).tolist() if slot != NO_ADAPTER]
     weights = {slot: pool.weights(slot) for slot in wanted}
@@ -44,7 +43,7 @@ def prepare(
 def add_linear(y: Tensor, x: Tensor, site: LinearSite, rows: LoraRows) -> None:
     """Add each row's adapter to y [num_rows, out] = W x, in place; x is [num_rows, in].
 
-    `shrink` and `expand` in one, where nobody finishes a product later.
+    `shrink` and `expand` in one call, for products that no later kernel completes.
     """
     batch = _batch_of(rows)
     group = batch.group
@@ -59,7 +58,7 @@ def add_linear(y: Tensor, x: Tensor, site: LinearSite, rows: LoraRows) -> None:
 
 
 def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
-    """x A^T of each row's own adapter, whose B is scaled; all in the first of the partial sums."""
+    """x A^T of each row's own adapter, whose B is scaled; the first partial sum holds all of it."""
     hidden = torch.zeros(1, x.shape[0], site.width, device=x.device)
     for run in _batch_of(rows).runs:
         low = run.weights.linears.get(site)
@@ -69,7 +68,7 @@ def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
-    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    """Add the adapters' part to y [num_rows, sum of part sizes], in place."""
     hidden = term.hidden.sum(0).to(y.dtype)
     for run in _batch_of(term.rows).runs:
         low = run.weights.linears.get(term.site)
@@ -78,7 +77,7 @@ def expand(y: Tensor, term: LoraTerm) -> None:
 
 
 def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
-    """Add B A[token] of each row's own adapter onto its vector y [num_rows, hidden]."""
+    """Add B A[token] of each row's own adapter to its vector y [num_rows, hidden]."""
     for run in _batch_of(rows).runs:
         low = run.weights.lookups.get(site)
         if low is not None:

@@ -1,10 +1,10 @@
 """Shrink, expand and embeddings in Triton, one launch for all adapters of a step.
 
-Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
-adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
-an adapter's part to a tile they are computing anyway: of a block of rows, or of one row. A block
-that has only one is taken as such. Where every row has an adapter of its own, B is most of what a
-step reads: programs are to be small then, so that many of them wait for memory at once.
+Same signatures as `reference.py`. A program takes a block of rows with the same slot, so an
+adapter's weights are read once per block. The fused kernels also call `expand_tile` to add an
+adapter's part to a tile that they compute, for a block of rows or for one row. A block of one row
+is treated as such. If every row has its own adapter, a step mostly reads B: programs should then be
+small, so that many of them wait for memory at once.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows
 __all__ = ["add_embedding", "expand", "prepare", "shrink"]
 
 LEAST_RANKS, MOST_RANKS = 16, 64
-"""That are multiplied at once: the first is the least inner dimension of a matrix instruction."""
+"""Ranks that are multiplied at once; the first is the smallest inner dimension of a matrix
+instruction."""
 WIDE_TILES = 256
-"""More tiles of columns than any product has but the head's, which most adapters leave alone."""
+"""More tiles of columns than any product has except the head's, which most adapters do not
+change."""
 WIDE_PROGRAMS = 2048
-"""How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
+"""Programs for those products: enough to keep a GPU busy, few enough to exit at once."""
 LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
-"""Of the inner dimension, for each step of a program that shrinks: few programs take long ones."""
+"""Inner dimension per iteration of a shrinking program; with few programs, iterations are long."""
 FEW_PROGRAMS = 100
 MAX_SHRINK_SPLITS = 4
 SHRINK_PROGRAMS = 300
-"""At most, for each 4096 of the inner dimension: more have too little to do."""
+"""Most programs per 4096 of the inner dimension: more of them have too little to do."""
 EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
-"""Of a product, for each program that adds to it."""
+"""Rows and columns of a product per adding program."""
 LOOKUP_COLUMNS = 256
-"""Of a vector, for each program that adds to embeddings."""
+"""Columns of a vector per program that adds to embeddings."""
 
 
 @triton.jit
@@ -59,10 +61,10 @@ def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
 
 @triton.jit
 def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
-    """The first row of a fused kernel's program, how many it has, and the slot they want.
+    """A fused program's first row, its number of rows, and their slot.
 
-    A program has a block of rows or, where a tile has room for no more, one row. Of blocks there
-    may be fewer than programs; what is left over has no rows.
+    A program has a block of rows or, if a tile has room for no more, one row. There may be fewer
+    blocks than programs; the remaining programs have no rows.
     """
     if BLOCK_R == 1:
         first = program
@@ -77,7 +79,7 @@ def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
-    """Where a slot's part begins among the ranks, its rank, and its B. NO_ADAPTER has rank 0."""
+    """The start of a slot's part among the ranks, its rank, and its B. NO_ADAPTER has rank 0."""
     entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
     start = tl.multiple_of(tl.load(entry).to(tl.int32), 8)
     rank = tl.load(entry + 1).to(tl.int32)
@@ -96,7 +98,8 @@ def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
 def early_ranks(
     b, rank, cols, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """`ranks_of` 0, before a kernel's inputs are there; the others are to be in the cache then."""
+    """Load `ranks_of` 0 before a kernel's inputs are ready, and prefetch the others into the
+    cache."""
     if MAX_RANK > RANK_BLOCK:
         for first in range(RANK_BLOCK, rank, RANK_BLOCK):
             prefetch(b + cols * rank + first, DEPENDENT)
@@ -123,14 +126,14 @@ def expand_tile(
     acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
-    `early_ranks`. No rank is above MAX_RANK: where RANK_BLOCK is as much, nothing is repeated, and
-    all loads are under way at once.
+    """acc + hidden[rows] B[cols]^T. `cols` count from the part's first column; `first_ranks` come
+    from `early_ranks`. No rank is above MAX_RANK: if RANK_BLOCK is as large, there is no loop, and
+    all loads are in flight at once.
 
-    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
-    in another order than it is read in. Several are added to `acc` afterwards: as the product's own
-    sums they would have to be brought into its order first, and out of it again. A constant zero
-    to begin with would be seen through.
+    One row is multiplied elementwise and summed: a matrix instruction would need sixteen rows and
+    another order of the weight. Several rows are added to `acc` after their product: as
+    accumulators of the product they would need two layout conversions. The compiler would remove a
+    constant zero as the accumulator.
     """
     h = _shrunk(
         0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, first_ranks,
@@ -156,14 +159,14 @@ def expand_tile(
 
 
 def rank_constants(site: LinearSite) -> dict[str, int]:
-    """Constants of a kernel that calls `expand_tile`. All ranks at once where that is possible: in
-    a loop, nothing would be loaded ahead."""
+    """Constants of a kernel that calls `expand_tile`. All ranks at once if possible: a loop would
+    not load ahead."""
     block = min(MOST_RANKS, max(LEAST_RANKS, triton.next_power_of_2(site.max_rank)))
     return {"RANK_BLOCK": block, "MAX_RANK": site.max_rank}
 
 
 NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
-"""The same of a launch without adapters."""
+"""The same for a launch without adapters."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -173,7 +176,8 @@ def _shrink(
     NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of the inner dimension for a block of rows; who is last adds up the parts."""
+    """Shrink one part of the inner dimension for a block of rows; the last program adds up the
+    parts."""
     let_next_begin(DEPENDENT)
     block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if block >= tl.load(num_blocks):
@@ -214,7 +218,8 @@ def _shrink(
     else:
         size = num_rows.to(tl.int64) * width
         tl.store(partial + split * size + at, acc, mask=ok)
-        # All of this program's stores, then the count: who counts last sees everybody's.
+        # Store all results of this program, then count: the program that counts last sees all
+        # results.
         tl.debug_barrier()
         counter = counters + block * tl.num_programs(1) + tile
         if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
@@ -230,8 +235,8 @@ def _shrink(
 def shrink(
     x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int | None = None
 ) -> LoraTerm:
-    """scaling * x A^T of each row's own adapter. `num_splits`: into how many parts the inner
-    dimension is cut; None for as many as fill the chip."""
+    """scaling * x A^T of each row's own adapter. `num_splits`: parts of the inner dimension; None
+    for as many as fill the chip."""
     num_rows, k_size = x.shape
     hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
@@ -254,8 +259,8 @@ def shrink(
 
 
 def _num_splits(num_programs: int, k_size: int, step: int) -> int:
-    """The inner dimension is long, and a batch has few blocks of rows: as many as give programs
-    enough to do, and the chip enough programs."""
+    """Number of splits. The inner dimension is long, and a batch has few blocks of rows: enough
+    splits to fill the chip, but programs keep enough work."""
     most = max(num_programs, SHRINK_PROGRAMS * k_size // 4096)
     splits = MAX_SHRINK_SPLITS
     while splits > 1 and (splits * num_programs > most or 2 * splits * step > k_size):
@@ -301,7 +306,7 @@ def _expand(
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
-    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    """Add the adapters' part to y [num_rows, sum of part sizes], in place."""
     site, rows, hidden = term.site, term.rows, term.hidden
     first_col = 0
     for part, size in enumerate(site.part_sizes):
@@ -359,9 +364,9 @@ def _add_embedding(
 
 
 def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
-    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden].
+    """Add scaling * B A[token] of each row's own adapter to its vector y [num_rows, hidden].
 
-    Before a step's first `rms_norm`: what it writes is a constant to all that follow.
+    Runs before a step's first `rms_norm`: its output is a constant for all later kernels.
     """
     n_size = y.shape[1]
     _add_embedding[(rows.max_blocks, triton.cdiv(n_size, LOOKUP_COLUMNS))](

@@ -1,13 +1,13 @@
-"""One adapter's weights as torch's operators read them: views of a transposed pool, by site.
+"""One adapter's weights for torch's operators: views of a transposed pool, by site.
 
-An adapter may change several projections that the model computes as one product (queries, keys
-and values, say). Their first halves lie together, so that they are one product here, too:
+An adapter may change several projections that the model computes as one product, such as queries,
+keys and values. Their A matrices are adjacent, so they are one product here, too:
 
     h  = x A^T                      [tokens, sum of ranks]
     y[:, columns] += h[:, ranks] B  for each part
 
-Every rank is the adapter's own. `scaling` is inside `b` already. A *site* is any hashable that
-stands for one product of one model; kernels only look it up.
+Every rank is the adapter's own. `b` already includes `scaling`. A *site* is any hashable that
+identifies one product of one model; kernels only look it up.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one product."""
+    """One adapter's addition to one product."""
 
     a: Tensor
     """[sum of ranks, in]; embedding: [vocabulary, rank]; experts: [experts, or 1 for all, sum of
     ranks, in]."""
     parts: tuple[Part, ...]
     out_features: int
-    """Of the whole product, with the parts that this adapter leaves alone."""
+    """Width of the whole product, including parts that this adapter does not change."""
 
     @property
     def rank(self) -> int:
@@ -51,18 +51,17 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotWeights:
-    """One adapter on the device. Two loadings of the same adapter are different objects."""
+    """One adapter on the device. Loading the same adapter twice gives different objects."""
 
     linears: Mapping[Site, LowRank]
     lookups: Mapping[Site, LowRank]
     """Embeddings."""
     experts: Mapping[Site, tuple[LowRank, ...]]
-    """Two where of the projections of a product one shares its first half among experts and the
-    other does not."""
+    """Two if one projection of a product shares its A among experts and another does not."""
     rank: int
-    """The highest of its sites."""
+    """The highest rank of its sites."""
     buffer: Tensor
-    """Flat: all of the above are cut from it."""
+    """Flat memory; everything above is a view of it."""
 
     @property
     def num_bytes(self) -> int:

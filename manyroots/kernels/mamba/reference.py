@@ -1,8 +1,8 @@
-"""The scan of Mamba-2, naive: one token at a time, in float32.
+"""Reference of the scan of Mamba-2: one token at a time, in float32.
 
 A head's state is a matrix [head_dim, state_dim], and a head's decay one number per token:
 
-    S = exp(dt a) S + dt x b^T;   out = S c + d x
+S = exp(dt a) S + dt x b^T;   out = S c + d x
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def scan(
     rows: StateRows,
     least_step: float = 0.0,
 ) -> Tensor:
-    """[tokens, heads, head_dim] of x of that shape, in its dtype.
+    """Returns [tokens, heads, head_dim] for x of that shape, in its dtype.
 
-    `dt` [tokens, heads] is a product as it comes: softplus(dt + dt_bias) counts, `least_step`
-    at least, and a is -exp(a_log). `a_log`, `dt_bias` and `d` [heads]. b and c [tokens, groups,
-    state_dim]; a group is that of as many heads in a row as there are for each. `state` [units,
-    heads, head_dim, state_dim] is float32.
+    `dt` [tokens, heads] is a raw product: the step is softplus(dt + dt_bias), at least
+    `least_step`, and a is -exp(a_log). `a_log`, `dt_bias` and `d` are [heads]. b and c are [tokens,
+    groups, state_dim]; equally many consecutive heads share a group. `state` [units, heads,
+    head_dim, state_dim] is float32.
     """
     heads = x.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""The scan of Mamba-2 with torch's operators: the path of a CPU.
+"""The scan of Mamba-2 with torch's operators; used on CPUs.
 
 Same signature as `reference.py`. Decoding sequences take one step together. A prompt is computed in
-chunks: within one as attention with weights that decay, between them through the state.
+chunks: within a chunk as attention with decaying weights, between chunks through the state.
 
     out = exp(A) c S + (exp(A_i - A_j) dt_j c_i . b_j)[j <= i] x + d x    with A the sums of dt a
     S'  = exp(A_last) S + (exp(A_last - A) dt x)^T b
@@ -36,8 +36,8 @@ def scan(
     rows: StateRows,
     least_step: float = 0.0,
 ) -> Tensor:
-    """[tokens, heads, head_dim] of x of that shape, in its dtype. See `reference.py` for the
-    others."""
+    """Returns [tokens, heads, head_dim] for x of that shape, in its dtype. See `reference.py` for
+    the others."""
     values, b, c = x.float(), b.float(), c.float()
     steps = F.softplus(dt.float() + dt_bias.float()).clamp_(min=least_step)
     decays = steps * -a_log.float().exp()
@@ -59,8 +59,8 @@ def scan(
 
 
 def _single(x: Tensor, decays: Tensor, b: Tensor, c: Tensor, kept: Tensor) -> Tensor:
-    """One token of each of n sequences, whose states `kept` [n, heads, head_dim, state_dim] are
-    moved on."""
+    """One token of each of n sequences; updates their states `kept` [n, heads, head_dim,
+    state_dim]."""
     each = x.shape[1] // b.shape[1]
     if each > 1:
         b, c = b.repeat_interleave(each, dim=1), c.repeat_interleave(each, dim=1)
@@ -70,7 +70,7 @@ def _single(x: Tensor, decays: Tensor, b: Tensor, c: Tensor, kept: Tensor) -> Te
 
 
 def _chunks(x: Tensor, decays: Tensor, b: Tensor, c: Tensor, kept: Tensor) -> Tensor:
-    """All tokens of one sequence, whose state `kept` [heads, head_dim, state_dim] is moved on."""
+    """All tokens of one sequence; updates its state `kept` [heads, head_dim, state_dim]."""
     num_tokens, _, dim = x.shape
     groups, state_dim = b.shape[1:]
     size = min(CHUNK, num_tokens)

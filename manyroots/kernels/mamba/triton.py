@@ -1,8 +1,8 @@
 """The scan of Mamba-2 in Triton.
 
-Same signature as `reference.py`; the products are those that `torch_ops.py` writes down. A program
-has some rows of one head's state [head_dim, state_dim]: a decode reads and writes them once, a
-prompt keeps them in registers from chunk to chunk.
+Same signature as `reference.py`; `torch_ops.py` gives the formulas. A program has some rows of one
+head's state [head_dim, state_dim]: a decode reads and writes them once, a prompt keeps them in
+registers from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_P = 32
 
 @triton.jit
 def _steps(dt, dt_bias, least_step, rows, row_ok, head, dt_row):
-    """softplus(dt + dt_bias) of some tokens, `least_step` at least; 0 where there is none, which
+    """softplus(dt + dt_bias) of some tokens, at least `least_step`; missing tokens get 0, which
     changes nothing."""
     raw = tl.load(dt + rows * dt_row + head, mask=row_ok, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head).to(tl.float32)
@@ -121,8 +121,8 @@ def scan(
     rows: StateRows,
     least_step: float = 0.0,
 ) -> Tensor:
-    """[tokens, heads, head_dim] of x of that shape, in its dtype. See `reference.py` for the
-    others; heads and groups of a token lie side by side, and dimensions are powers of two."""
+    """Returns [tokens, heads, head_dim] for x of that shape, in its dtype. See `reference.py` for
+    the others. Heads and groups of a token are adjacent, and dimensions are powers of two."""
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads, dim, dtype=x.dtype, device=x.device)
     count, block_p = rows.num_decodes, min(BLOCK_P, dim)

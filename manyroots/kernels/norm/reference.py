@@ -1,4 +1,4 @@
-"""Residual add and root-mean-square normalisation, naive: float32, one thing after the other."""
+"""Reference of residual add and root-mean-square normalisation, step by step in float32."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def add_rms_norm(
     factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor | Fp8Rows:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised, in the `form` that its reader wants. With `post`,
-    what is added is itself normalised and scaled by it before. What is added is multiplied with
-    `factor`."""
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and the adapters' part to
+    `residual` in place. Returns the sum, normalised, in the `form` that the next product reads.
+    With `post`, the addend is itself normalised and scaled by it first. The addend is multiplied
+    with `factor`."""
     added = _whole(delta, lora)
     if post is not None:
         added = rms_norm(added, post, eps)
@@ -55,13 +55,13 @@ def add_norm(
 
 
 def _whole(delta: Tensor, lora: LoraTerm | None) -> Tensor:
-    """A product with what adapters add to it, in float32."""
+    """A product plus its adapters' part, in float32."""
     total = (delta if delta.dim() == 2 else delta.float().sum(0)).float()
     return total if lora is None else total + expanded(lora)
 
 
 def _add(residual: Tensor, added: Tensor) -> Tensor:
-    """The sum, as it is before `residual` rounds it: the fused kernel never reads that back."""
+    """The sum before `residual` rounds it: the fused kernel never reads that back."""
     total = residual.float() + added
     residual.copy_(total)
     return total

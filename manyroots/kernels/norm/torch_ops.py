@@ -1,7 +1,7 @@
-"""Residual add and RMS normalisation with torch's operators: the path of a CPU.
+"""Residual add and RMS normalisation with torch's operators; used on CPUs.
 
-Same signatures as `reference.py`. Products are finished when they come here (the CPU's are), so
-nothing calls `add_norm`, which exists for adapters that are not yet expanded.
+Same signatures as `reference.py`. Products on a CPU arrive complete, so nothing calls `add_norm`,
+which exists for adapters that are not yet expanded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In fewer passes than torch's own, which is put together from six operators: two thirds of its
-    time (Neoverse-N1, 1 to 192 rows of 576)."""
+    """Fewer passes than torch's own norm, which consists of six operators: two thirds of its time
+    (Neoverse-N1, 1 to 192 rows of 576)."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     mean = torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1])
     return (x * mean.rsqrt_()).mul_(weight)
@@ -38,7 +38,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _number(value: float) -> Tensor:
-    """A tensor of it: of a plain number every operator makes one."""
+    """A tensor of the number: every operator would make one from a plain number."""
     return torch.tensor([value])
 
 
@@ -52,9 +52,9 @@ def add_rms_norm(
     factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) onto `residual` in place; give the
-    sum, normalised. `post`: the weight of a norm that `delta` has by itself before. What is
-    added is multiplied with `factor`."""
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) to `residual` in place. Returns
+    the sum, normalised. `post`: the weight of a norm that is applied to `delta` first. The addend
+    is multiplied with `factor`."""
     if lora is not None or form is not None:
         raise TypeError("a CPU's products come with their adapters in them, and read plain rows")
     total = delta if delta.dim() == 2 else delta.sum(0)

@@ -1,9 +1,9 @@
 """Residual add, an adapter's expand and RMS normalisation in one kernel.
 
-Same signatures as `reference.py`. A row's own reads are few enough for one multiprocessor: there is
-one program per row, one launch and no second trip to memory. An adapter's B is more than one
-multiprocessor should read and multiply while all others wait. With adapters, and where one product
-alone reads the rows, a program has a piece of them and leaves the division to that product.
+Same signatures as `reference.py`. One multiprocessor can read a row alone, so there is one program
+per row, one launch and no second trip to memory. An adapter's B is too much for one multiprocessor
+to read and multiply while all others wait. With adapters, and if only one product reads the rows, a
+program has a piece of the rows and leaves the division to that product.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from manyroots.kernels.triton_fp8_rows import (
 PIECE = ROW_GROUP
 """Columns of a program that has a piece of its rows."""
 PIECE_REGISTERS = 128
-"""Of each of its threads, at most, where it has several rows: four such programs fit onto a
-multiprocessor, where it would be three."""
+"""Most registers of a thread if a program has several rows: four such programs fit on a
+multiprocessor instead of three."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _row_expand(
     total, weight, hidden, hidden_split, row, hidden_row, first, rank,
     NUM_SPLITS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """total + weight hidden[row], where weight is of the ranks from `first` on."""
+    """total + weight hidden[row], where weight has the ranks from `first` on."""
     r = first + tl.arange(0, RANKS)
     at = hidden + row * hidden_row + r
     h = tl.load(at, mask=r < rank, other=0.0)
@@ -90,7 +90,7 @@ def _add_rms_norm(
         rank = tl.load(entry + 3).to(tl.int32)
         rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
         b = pool + tl.multiple_of(tl.load(entry + 4), 8)
-        # B is in the cache, its first ranks in registers, before the product it adds to is done.
+        # B is in the cache, and its first ranks in registers, before the product is done.
         for at in range(0, n * rank, 512 * 64):
             line = at + tl.arange(0, 512) * 64
             prefetch(b + tl.minimum(line, n * rank - 1), DEPENDENT)
@@ -145,7 +145,7 @@ def _piece_of_rows(
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """The columns `cols` of the rows from `begin` on, of `count` that want one adapter."""
+    """Compute the columns `cols` of `count` rows from `begin` on that use one adapter."""
     piece = tl.program_id(0)
     r = begin + tl.arange(0, BLOCK_R)
     rows = (first + r).to(tl.int64)
@@ -208,7 +208,7 @@ def _add_norm_piece(
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    A step's first kernel: what was written before it is a constant to all that follow.
+    A step's first kernel: everything written before it is a constant for all later kernels.
     """
     rows, n = x.shape
     out = torch.empty_like(x)
@@ -231,10 +231,10 @@ def add_rms_norm(
     factor: float = 1.0,
     form: Fp8Form | None = None,
 ) -> Tensor | Fp8Rows:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised, in the `form` that its reader wants. With `post`,
-    what is added is itself normalised and scaled by it before. What is added is multiplied with
-    `factor`."""
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and the adapters' part to
+    `residual` in place. Returns the sum, normalised, in the `form` that the next product reads.
+    With `post`, the addend is itself normalised and scaled by it first. The addend is multiplied
+    with `factor`."""
     rows, n = residual.shape
     parts = as_splits(delta)
     block = triton.next_power_of_2(n)
@@ -270,7 +270,7 @@ def add_rms_norm(
 
 
 def _places(rows: Fp8Rows | None, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rows in FP8 are written; where there are none, what a kernel is given instead."""
+    """Destination of rows in FP8; without FP8, placeholders."""
     return (other, other) if rows is None else (rows.data, rows.scales)
 
 
@@ -309,6 +309,6 @@ def add_norm(
 
 
 def _warps(n: int) -> int:
-    """About eight elements per thread. Where scales are tried, of which every warp knows all, four
-    times as many are faster (H200, 8192 rows: 59.6 us instead of 73.7)."""
+    """About eight elements per thread. If scales are tried, which every warp computes for itself,
+    four times as many are faster (H200, 8192 rows: 59.6 us instead of 73.7)."""
     return max(1, min(16, (1 << (n - 1).bit_length()) // 256))

@@ -1,4 +1,4 @@
-"""What the kernel between the qkv product and attention is given, besides that product."""
+"""Inputs of the kernel between the qkv product and attention, apart from that product."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from manyroots.kernels.scaled import LARGEST
 
 
 def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Keys or values as pages of this dtype have them. FP8 has no infinity: what is larger than its
-    largest number becomes that, and what is no number stays none."""
+    """Keys or values in the dtype of pages. FP8 has no infinity: numbers beyond its range become
+    its largest, and NaN stays NaN."""
     if dtype is torch.float8_e4m3fn:
         x = x.clamp(-LARGEST, LARGEST)
     return x.to(dtype)
@@ -20,7 +20,7 @@ def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """Per-head normalisation of queries and keys; None where the model has none."""
+    """Per-head normalisation of queries and keys; None if the model has none."""
 
     q_weight: Tensor
     k_weight: Tensor
@@ -29,11 +29,11 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True)
 class RopeTable:
-    """The rotation of one step's tokens, worked out once for all layers."""
+    """The rotation of one step's tokens, computed once for all layers."""
 
     cos: Tensor
-    """float32 [num_tokens, pairs]: of a head's first 2 * pairs dimensions, which are rotated; all
-    of them in most models, none in some."""
+    """float32 [num_tokens, pairs]: for the first 2 * pairs dimensions of a head, which are rotated.
+    Most models rotate all dimensions, some none."""
     sin: Tensor
 
     @classmethod
@@ -43,20 +43,20 @@ class RopeTable:
         return cls(torch.cos(angles) * scaling, torch.sin(angles) * scaling)
 
     def rows(self, positions: Tensor) -> RopeTable:
-        """Those of a step's tokens, of a table that has every position."""
+        """The entries of a step's tokens from a table of all positions."""
         return RopeTable(self.cos[positions], self.sin[positions])
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMapping:
-    """Where each token's keys and values go."""
+    """Destination of each token's keys and values."""
 
     pages: Tensor
-    """int32 or int64 [num_tokens]; negative: nowhere (a row that only pads the batch)."""
+    """int32 or int64 [num_tokens]; negative for a padding row, which is not written."""
     offsets: Tensor
-    """The same: the place within the page."""
+    """The same for the offset within the page."""
     new_pages: Tensor | None = None
-    """int64: pages whose first token this step writes, and that must be cleared before; None for
-    kernels that read exactly the tokens a query sees."""
+    """int64: pages whose first token this step writes, and that must be cleared first. None for
+    kernels that read exactly the tokens that a query sees."""
     tokens: Tensor | None = None
-    """int64: the tokens that the places are of, where those that go nowhere were left out."""
+    """int64: the tokens of these slots, if tokens without a slot were left out."""

@@ -1,4 +1,4 @@
-"""Queries and keys normalised and rotated, keys and values put into their pages; naive."""
+"""Reference: normalise and rotate queries and keys, and write keys and values into their pages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def qk_rope_kv_write(
     lora: LoraTerm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
-    sums of it) in `dtype`; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim],
-    whose dtype is the queries', too, if none is given."""
+    """Returns q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or
+    partial sums of it) in `dtype`. Writes k and v into layer_kv [pages, 2, page_size, kv_heads,
+    head_dim]. Without `dtype`, queries have the dtype of layer_kv."""
     kv_heads, head_dim = layer_kv.shape[-2:]
     total = qkv.float() if qkv.dim() == 2 else qkv.float().sum(0)
     if lora is not None:
@@ -51,5 +51,6 @@ def _rotate(x: Tensor, angles: RopeTable) -> Tensor:
 
 
 def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
-    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    """The rotation of tokens at `positions`, once per step for all layers with the same
+    rotation."""
     return table.rows(positions)

@@ -1,8 +1,8 @@
 """Everything between the qkv product and attention in one kernel.
 
-Same signatures as `reference.py`. A program is one head of a tile of tokens that want the same
-adapter. The two halves of a head are two tiles, because a rotation mixes them: in each tile first
-the coordinates that are rotated, then, in models that turn only a part of a head, half of the rest.
+Same signatures as `reference.py`. A program has one head of a tile of tokens with the same adapter.
+The two halves of a head are two tiles, because a rotation mixes them. Each tile has first the
+rotated coordinates and then, in models that rotate only part of a head, half of the rest.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMap
 
 LARGEST = tl.constexpr(scaled.LARGEST)
 MANY_ROWS = 64
-"""Beyond, a step has more than enough programs, and larger ones read faster."""
+"""With more rows than this a step has enough programs, and larger programs read faster."""
 MANY_DECODES, FEW_PROMPTS = 128, 512
-"""Between them, rows with adapters are taken 32 at a time; otherwise 16."""
+"""Between these limits, programs take 32 rows with adapters at a time; otherwise 16."""
 
 
 @triton.jit
 def _places_of(d, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Where the coordinates of a head's two tiles lie in it."""
+    """Offsets of the coordinates of a head's two tiles."""
     return tl.where(d < PAIRS, d, d + PAIRS), tl.where(d < PAIRS, d + PAIRS, d + HALF)
 
 
@@ -44,7 +44,7 @@ def _write_tile(
     page_stride, part_stride, token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Queries to the output, keys and values to their pages."""
+    """Store queries in the output, keys and values in their pages."""
     if head < NUM_HEADS:
         to = q_out + (rows[:, None] * NUM_HEADS + head) * (2 * HALF)
         tl.store(to + at_a[None, :], first_half, mask=row_ok[:, None])
@@ -56,9 +56,9 @@ def _write_tile(
         kv_head = (head - NUM_HEADS) % NUM_KV
         base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
         base += tl.where(is_value, part_stride, 0)
-        place = layer_kv + base[:, None]  # not `to`: that points to another kind of numbers
+        place = layer_kv + base[:, None]  # not `to`: that points to numbers of another dtype
         if layer_kv.dtype.element_ty == tl.float8e4nv:
-            # Larger ones than there are become the largest, not none.
+            # Numbers beyond the range become the largest, not NaN.
             first_half = tl.clamp(first_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
             second_half = tl.clamp(second_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
         tl.store(place + at_a[None, :], first_half, mask=(page >= 0)[:, None])
@@ -74,7 +74,7 @@ def _head_of_rows(
     HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """One head of the tokens from `begin` on, of `count` that want one adapter."""
+    """Compute one head of `count` tokens from `begin` on that use one adapter."""
     head = tl.program_id(0)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
     d = tl.arange(0, HALF)
@@ -186,9 +186,9 @@ def qk_rope_kv_write(
     lora: LoraTerm | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
-    sums of it) in `dtype`; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim],
-    whose dtype is the queries', too, if none is given."""
+    """Returns q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or
+    partial sums of it) in `dtype`. Writes k and v into layer_kv [pages, 2, page_size, kv_heads,
+    head_dim]. Without `dtype`, queries have the dtype of layer_kv."""
     parts = as_splits(qkv)
     num_rows = parts.shape[1]
     kv_heads, head_dim = layer_kv.shape[-2:]
@@ -238,12 +238,13 @@ def _look_up(positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.conste
 
 
 def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
-    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    """The rotation of tokens at `positions`, once per step for all layers with the same
+    rotation."""
     num_rows, half = positions.shape[0], table.cos.shape[1]
     cos, sin = table.cos.new_empty(2, num_rows, half)
     if not half:
         return RopeTable(cos, sin)
-    # Launched plainly: what it writes is a constant to the kernels that follow.
+    # A plain launch: its output is a constant for the kernels that follow.
     _look_up[(num_rows,)](
         positions, table.cos, table.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)
     )

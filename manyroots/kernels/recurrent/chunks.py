@@ -1,4 +1,4 @@
-"""A sequence cut into chunks of equal size, as the recurrent kernels of a CPU compute it."""
+"""Cuts a sequence into chunks of equal size, for the recurrent kernels of a CPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
-    """[chunks, size, ...] of x [tokens, ...], the last filled up with zeros: tokens that change
-    nothing."""
+    """[chunks, size, ...] of x [tokens, ...]. The last chunk is filled up with zeros: tokens that
+    change nothing."""
     rest = -x.shape[0] % size
     if rest:
         x = torch.cat((x, x.new_zeros(rest, *x.shape[1:])))

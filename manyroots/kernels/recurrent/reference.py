@@ -1,4 +1,4 @@
-"""What a step's recurrent layers read, from what the runner sends; naive."""
+"""Reference: the inputs of a step's recurrent layers, from the runner's arrays."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def prepare(
     num_decodes: int,
     max_len: int,
 ) -> StateRows:
-    """`units` and `context_lens` int32 [num_seqs]; the second counts a sequence's tokens up to and
-    including this step's. `prompt_starts`: of the sequences behind the decoding ones, the first
+    """`units` and `context_lens` are int32 [num_seqs]; the second counts a sequence's tokens
+    including this step's. `prompt_starts`: for the sequences after the decoding ones, the first
     token of each, and the end; None if there are none."""
     starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=units.device)
     if prompt_starts is not None:

@@ -1,6 +1,6 @@
-"""One step as the recurrent layers of a family see it: whose state is where, and which tokens.
+"""One step for the recurrent layers of a family: each sequence's state and tokens.
 
-Made once per step by a kernel set's `recurrent.prepare`; read by every kernel that keeps a state.
+Made once per step by a kernel set's `recurrent.prepare`; read by every kernel with a state.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ class StateRows:
     """The sequences of a step, decoding ones first, with one token each."""
 
     units: Tensor
-    """int64 [num_seqs]: where each has its state, which is read and written in place. Padding has
-    the spare unit, perhaps many times."""
+    """int64 [num_seqs]: the unit of each sequence's state, which is read and written in place.
+    Padding rows use the spare unit, which may occur many times."""
     starts: Tensor
     """int32 [num_seqs + 1]: sequence i has the flat tokens [starts[i], starts[i + 1])."""
     num_decodes: int
     is_fresh: Tensor
-    """bool [num_seqs]: nothing comes before, so that the state counts as zeros, whatever the unit
+    """bool [num_seqs]: the sequence starts here, so its state counts as zeros, whatever the unit
     holds."""
     max_len: int
-    """The most tokens that one sequence has in this step, known on the host."""
+    """The most tokens of one sequence in this step, known on the host."""
 
     @property
     def is_decode(self) -> bool:

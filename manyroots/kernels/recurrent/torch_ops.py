@@ -1,4 +1,4 @@
-"""On a CPU the plain way is fast enough."""
+"""On a CPU the reference is fast enough."""
 
 from manyroots.kernels.recurrent.reference import prepare
 

@@ -1,12 +1,11 @@
-"""Draws from what top-k, top-p and min-p leave of the vocabulary.
+"""Draws tokens after top-k, top-p and min-p.
 
-In: float32 logits whose largest is finite, parameters by row, one number in [0, 1) per row. Out: a
-token per row: the first, by id, at which the running sum of the kept tokens' weights exceeds
-number x total.
+In: float32 logits with a finite maximum, parameters by row, one number in [0, 1) per row. Out: a
+token per row: the first, by id, at which the running sum of the kept tokens' weights exceeds number
+x total.
 
-Weights are integers (`exact.py`), so that sums are exact whatever their order: a row's token
-depends on nothing but the row, however wide its neighbours' cuts, and by whichever of the ways
-below it is found.
+Weights are integers (`exact.py`), so sums are exact in any order. A row's token depends only on the
+row, not on its neighbours' cuts or on which method below finds it.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from manyroots.kernels.sampling.exact import (
 from manyroots.kernels.sampling.likeliest import likeliest, order_keys
 
 WIDTHS = (64, 1024, 16384)
-"""How many of the likeliest tokens are looked at before all are: a top-k has its own width, and a
-top-p tries the second, which nearly always holds what it keeps."""
+"""How many of the most likely tokens are read before all are. A top-k has its own width; a top-p
+tries the second width, which nearly always holds what it keeps."""
 
 AnyFloats = npt.NDArray[np.float32 | np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,8 +37,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Parameters of some rows. A temperature is above 0; a `top_k` of 0 and a `top_p` of 1 keep
-    everything."""
+    """Parameters of some rows. A temperature is above 0; a `top_k` of 0 and a `top_p` of 1 keep all
+    tokens."""
 
     temperature: AnyFloats
     top_k: Ints
@@ -71,7 +70,7 @@ def draw(logits: Tensor, cuts: Cuts, numbers: AnyFloats) -> Ints:
 
 
 def _draw_any(logits: Tensor, cuts: Cuts, numbers: AnyFloats) -> Ints:
-    """From the whole vocabulary, which needs no order."""
+    """Draw from the whole vocabulary, which needs no order."""
     scale = 2.0 ** scale_bits(logits.shape[-1])
     weights = _weights(logits, logits.amax(-1, keepdim=True), cuts.temperature, scale)
     return _pick(_drop_small(weights, cuts.min_p, scale), numbers)[:, 0].cpu().numpy()
@@ -80,7 +79,7 @@ def _draw_any(logits: Tensor, cuts: Cuts, numbers: AnyFloats) -> Ints:
 def _draw_cut(
     logits: Tensor, cuts: Cuts, numbers: AnyFloats, has_k: npt.NDArray[np.bool_], width: int
 ) -> Ints:
-    """From the `width` likeliest tokens; -1 for rows of which top-p keeps more."""
+    """Draw from the `width` most likely tokens; -1 for rows whose top-p keeps more."""
     device, scale = logits.device, 2.0 ** scale_bits(logits.shape[-1])
     ids = likeliest(order_keys(logits), width)
     best = logits.gather(-1, ids[:, :1])
@@ -94,7 +93,7 @@ def _draw_cut(
         at = torch.from_numpy(open_rows).to(device)
         every = _weights(logits[at], best[at], cuts.temperature[open_rows], scale)
         total[at] = every.sum(-1, keepdim=True)
-    # A token is kept if what comes before it does not reach top-p.
+    # A token is kept if the sum before it does not reach top-p.
     limit = (_column(cuts.top_p.astype(np.float64), device) * total.to(torch.float64)).ceil().long()
     limit = torch.where(_column(cuts.top_p >= 1.0, device), total, limit).clamp(min=1)
     limit = torch.minimum(limit, total)
@@ -105,8 +104,8 @@ def _draw_cut(
 
 
 def _weights(logits: Tensor, best: Tensor, temperature: AnyFloats, scale: float) -> Tensor:
-    """`exact.weights` of some rows. Factors of two change no rounding, so the polynomial is scaled
-    as it is evaluated."""
+    """`exact.weights` of some rows. Factors of two change no rounding, so the polynomial is
+    evaluated already scaled."""
     per_logit = _column(np.float32(LOG2_E) / temperature.astype(np.float32), logits.device)
     exponents = (logits - best).mul_(per_logit).clamp_(min=LEAST)
     rounded = exponents + ROUNDER
@@ -126,7 +125,7 @@ def _drop_small(weights: Tensor, min_p: AnyFloats, scale: float) -> Tensor:
 
 
 def _pick(weights: Tensor, numbers: AnyFloats) -> Tensor:
-    """For each row [rows, 1], the first place whose running sum exceeds number x total."""
+    """For each row [rows, 1], the first index whose running sum exceeds number x total."""
     sums = weights.cumsum(-1)
     total = sums[:, -1:].contiguous()
     targets = (_column(numbers, weights.device) * total.to(torch.float64)).to(torch.int64)
@@ -135,7 +134,7 @@ def _pick(weights: Tensor, numbers: AnyFloats) -> Tensor:
 
 
 def _pick_by_id(ids: Tensor, weights: Tensor, numbers: AnyFloats, vocab: int) -> Tensor:
-    """`_pick` among some tokens, in the order of their ids; gives the token."""
+    """`_pick` among some tokens, in the order of their ids; returns the token."""
     if ids.shape[-1] == vocab:
         return _pick(torch.empty_like(weights).scatter_(-1, ids, weights), numbers)
     ids, order = ids.sort(dim=-1)

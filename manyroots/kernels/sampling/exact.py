@@ -1,14 +1,14 @@
-"""Numbers that come out the same on every machine, so that draws do.
+"""Numbers that are equal on every machine, so that draws are equal, too.
 
-Libraries' exponentials differ in their last bit from device to device. This one is made of single
-additions and multiplications of float32, each rounded once, and of shifts: whoever keeps their
-order and contracts none of them into a fused multiply-add gets the same bits. A token's weight is
+Libraries' exponentials differ in their last bit between devices. This one consists of single
+float32 additions and multiplications, each rounded once, and of shifts. Code that keeps their order
+and contracts none into a fused multiply-add gets the same bits. A token's weight is
 
-    2 ** ((logit - best) * (LOG2_E / temperature)), times `scale(vocab)`, as an integer
+2 ** ((logit - best) * (LOG2_E / temperature)), times `scale(vocab)`, as an integer
 
-with the exponent t = n + f cut into its nearest integer, which is added to the exponent's bits, and
-a rest of at most a half, of whose power there is a polynomial (within 2e-7 of the true one). The
-likeliest token's weight is the scale itself. Integers are summed exactly, whatever the order.
+The exponent t = n + f is split. n, the nearest integer, is added to the exponent's bits. f, at most
+a half, goes through a polynomial (within 2e-7 of the true power). The most likely token's weight is
+the scale itself. Sums of integers are exact in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 LOG2_E = float(np.float32(1.4426950408889634))
 LEAST = -100.0
-"""Exponents below this are this: their weight is 0 in every vocabulary."""
+"""Smaller exponents are raised to this: their weight is 0 in every vocabulary."""
 ROUNDER = 12582912.0
 """1.5 * 2**23. A float32 of moderate size plus this is rounded to an integer, which is then in its
 lowest bits."""
@@ -31,14 +31,15 @@ MANTISSA_BITS = 23
 
 
 def scale_bits(vocab: int) -> int:
-    """The likeliest token's weight is 2 to this: as large as sums below 2**62 allow."""
+    """The most likely token's weight is 2 to this power: the largest that keeps sums below
+    2**62."""
     return 62 - vocab.bit_length()
 
 
 def weights(
     logits: npt.NDArray[np.float32], best: np.float32, temperature: np.float32
 ) -> npt.NDArray[np.int64]:
-    """Of one row, whose temperature is above 0 and whose `best` logit is finite."""
+    """Weights of one row, whose temperature is above 0 and whose `best` logit is finite."""
     per_logit = np.float32(LOG2_E) / temperature
     with np.errstate(over="ignore", under="ignore"):
         exponents = np.maximum((logits - best) * per_logit, np.float32(LEAST))
@@ -56,8 +57,8 @@ def weights(
 def uniform(
     seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """One random number in [0, 1) per pair, which depends on the pair alone: there is no generator
-    to keep or to restore. Two rounds of splitmix64's finalizer."""
+    """One random number in [0, 1) per pair, which depends only on the pair: there is no generator
+    to keep or restore. Two rounds of splitmix64's finalizer."""
     with np.errstate(over="ignore"):
         state = _mix(seeds) + (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(
             0x9E3779B97F4A7C15

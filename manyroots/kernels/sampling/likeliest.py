@@ -1,8 +1,8 @@
-"""A vocabulary's order: likeliest first, and of equals the lower token id.
+"""Orders a vocabulary: most likely first; ties go to the lower token id.
 
-Half-precision logits tie all the time, and torch says nothing of how `topk` and `sort` order
-equals: it changes with their width and with the device. Here every token has a key of its own, so
-that the first k are the same tokens however many more are asked for.
+Half-precision logits often tie, and torch does not define how `topk` and `sort` order ties: it
+changes with their width and with the device. Here every token has a distinct key, so the first k
+tokens are the same for any larger number of requested tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 def order_keys(logits: Tensor) -> Tensor:
     """For float32 [rows, vocabulary], distinct int64 in the order of (logit, -id): the logit in the
     upper half, the id in the lower."""
-    # Adding zero makes one of the two zeros. A float's bits are in order, downwards if negative.
+    # Adding zero merges the two zeros. A float's bits are ordered, downwards if negative.
     bits = (logits + 0.0).view(torch.int32)
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     ids = torch.arange(logits.shape[-1], device=logits.device)

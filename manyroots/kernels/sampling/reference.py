@@ -1,7 +1,7 @@
-"""From logits to tokens, naive: the rules of docs/sampling.md for one row after the other.
+"""Reference of sampling, from logits to tokens: the rules of docs/sampling.md, row by row.
 
-Numpy and Python's integers. Every other implementation gives the same tokens, ids and ranks bit by
-bit, for the same logits.
+Uses numpy and Python's integers. Every other implementation gives the same tokens, ids and ranks
+bit by bit, for the same logits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One entry of each of `SamplingRows`, by the same names."""
+    """One row of `SamplingRows`, with the same names."""
 
     table_rows: int
     temperature: float
@@ -56,8 +56,8 @@ class _Row:
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
-    of rows that have penalties."""
+    """A token for each row of [rows, vocabulary], and logprobs for rows that request them. Counts
+    the token of rows that have penalties."""
     sampled = Sampled.empty(logits.shape[0], torch.device("cpu"))
     sampled.packed.zero_()
     asked = {name: getattr(rows, name).tolist() for name in ROW_FIELDS}
@@ -102,7 +102,7 @@ def _penalize(logits: Logits, counts: npt.NDArray[np.int32], row: _Row) -> None:
     seen, factor = np.flatnonzero(counts), np.float32(row.repetition)
     with np.errstate(over="ignore"):
         scaled = np.where(logits[seen] > 0, logits[seen] / factor, logits[seen] * factor)
-    # Beyond what a number holds upwards; downwards it is as good as forbidden.
+    # Above the range of float32 counts as its maximum; below it, the token is as good as forbidden.
     logits[seen] = np.minimum(scaled, np.finfo(np.float32).max)
     said = np.flatnonzero(counts & (IN_PROMPT - 1))
     times = (counts[said] & (IN_PROMPT - 1)).astype(np.float32)
@@ -116,7 +116,7 @@ def _fault(own: Logits, edited: Logits) -> int:
 
 
 def _order(logits: Logits) -> list[int]:
-    """Token ids, likeliest first, and of equals the lower one."""
+    """Token ids, most likely first; ties go to the lower id."""
     ids: list[int] = np.argsort(-logits, kind="stable").tolist()
     return ids
 
@@ -142,7 +142,7 @@ def _token(logits: Logits, row: _Row) -> int:
 
 
 def _kept(order: list[int], weight: list[int], row: _Row) -> list[int]:
-    """What top-k and top-p leave: a token is kept if those before it don't reach top-p."""
+    """The tokens that top-k and top-p keep: those whose predecessors' sum does not reach top-p."""
     if row.top_k > 0:
         order = order[: row.top_k]
     if row.top_p >= 1.0:

@@ -1,8 +1,8 @@
-"""What a step's rows ask of the sampler, and what it gives: tensors on the device, one entry a row.
+"""Inputs and outputs of the sampler: tensors on the device, one entry per row.
 
-Small numbers travel with each step (`SamplingRows`); what is large or changes on the device lies in
-tables by row of the batch (`SamplingTables`), of which a step's row names its own. The row behind
-the last is nobody's: padding, and rows that don't sample, name it and ask for nothing.
+Small numbers travel with each step (`SamplingRows`). Large data, and data that changes on the
+device, is in tables by batch row (`SamplingTables`); a step's row names its table row. The last
+table row belongs to no request: padding, and rows that do not sample, name it and request nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor
 from manyroots.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 MAX_TOP = MAX_LOGPROBS
-"""Likeliest tokens that `Sampled` has room for."""
+"""Most top tokens that `Sampled` has room for."""
 MAX_BIASES = MAX_LOGIT_BIAS
 MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
-"""A caller's, and as many of the model's own."""
+"""A caller's stop ids, and as many of the model's own."""
 IN_PROMPT = 1 << 30
-"""In a count: the prompt has the token. The bits below count the output's."""
+"""In a count: the prompt has the token. The lower bits count its occurrences in the output."""
 NO_LOGPROBS = -1
 
 NO_FAULT, NOT_FINITE, ALL_FORBIDDEN, FAILED = range(4)
-"""Why a row has no token. Only the host's sampler knows FAILED, and tells the reason."""
+"""The reason that a row has no token. Only the host's sampler uses FAILED, with a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """By row of the batch, then a row for nobody, then those of guessed positions."""
+    """One row per batch row, one unused row, and then rows for guessed positions."""
 
     counts: Tensor
-    """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Right
-    for rows that ask for penalties alone: set when they arrive, counted on by `sample`."""
+    """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Valid
+    only for rows with penalties: set when they arrive, updated by `sample`."""
     bias_ids: Tensor
     """int32 [rows + 1, MAX_BIASES]: different tokens, ascending"""
     biases: Tensor
@@ -48,8 +48,8 @@ class SamplingTables:
     def zeros(
         cls, max_num_seqs: int, vocab: int, device: torch.device, *, num_draft_rows: int = 0
     ) -> SamplingTables:
-        """`num_draft_rows`: most positions of one step that follow a guess. Each has a row of its
-        own, which is written before the step."""
+        """`num_draft_rows`: most positions of one step that follow a guess. Each has its own row,
+        which is written before the step."""
 
         def table(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
             num_rows = max_num_seqs + 1 + num_draft_rows
@@ -69,12 +69,12 @@ TABLE_FIELDS = tuple(f.name for f in fields(SamplingTables))
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How each row of a step chooses its token; all [rows]."""
+    """The sampling parameters of each row of a step; all [rows]."""
 
     table_rows: Tensor
     """int64: the row's own in `tables`"""
     temperature: Tensor
-    """float32; 0 takes the likeliest token"""
+    """float32; 0 takes the most likely token"""
     top_k: Tensor
     """int32; 0 keeps all"""
     top_p: Tensor
@@ -94,11 +94,11 @@ class SamplingRows:
     num_biases: Tensor
     """int32"""
     num_stops: Tensor
-    """int32: of the row's stop ids, all are forbidden in this step, or none (0)"""
+    """int32: number of the row's stop ids if they are forbidden in this step, otherwise 0"""
     has_mask: Tensor
     """int32, 0 or 1"""
     num_top: Tensor
-    """int32: likeliest tokens to give, up to MAX_TOP; NO_LOGPROBS for no logprobs at all"""
+    """int32: top tokens to return, up to MAX_TOP; NO_LOGPROBS for no logprobs at all"""
     tables: SamplingTables
 
     @classmethod
@@ -112,12 +112,12 @@ ROW_FIELDS = tuple(f.name for f in fields(SamplingRows) if f.name != "tables")
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen. Logprobs are the model's own, before edits, temperature and cuts."""
+    """The chosen tokens. Logprobs are the model's own, before edits, temperature and cuts."""
 
     packed: Tensor
-    """int32 [4 + 2 * MAX_TOP, rows], so that one copy brings it all to the host"""
+    """int32 [4 + 2 * MAX_TOP, rows], so that one copy brings all of it to the host"""
     told: dict[int, str] = field(default_factory=dict)
-    """By index, the reasons of rows that FAILED."""
+    """Messages of rows that FAILED, by index."""
 
     @classmethod
     def empty(cls, num_rows: int, device: torch.device) -> Sampled:
@@ -125,27 +125,28 @@ class Sampled:
 
     @property
     def tokens(self) -> Tensor:
-        """int32 [rows]; means nothing where there is a fault"""
+        """int32 [rows]; undefined for a row with a fault"""
         return self.packed[0]
 
     @property
     def faults(self) -> Tensor:
-        """int32 [rows]: NO_FAULT, or why there is no token"""
+        """int32 [rows]: NO_FAULT, or the reason that there is no token"""
         return self.packed[1]
 
     @property
     def logprobs(self) -> Tensor:
-        """float32 [rows], of the token; as all below, for rows that ask for logprobs"""
+        """float32 [rows], of the token; like all below, for rows that request logprobs"""
         return self.packed[2].view(torch.float32)
 
     @property
     def ranks(self) -> Tensor:
-        """int32 [rows], of the token; 1 is the likeliest"""
+        """int32 [rows], of the token; 1 is the most likely"""
         return self.packed[3]
 
     @property
     def top_ids(self) -> Tensor:
-        """int32 [rows, MAX_TOP], likeliest first; the first `num_top` of a row mean something"""
+        """int32 [rows, MAX_TOP], most likely first; only the first `num_top` of a row are
+        defined"""
         return self.packed[4 : 4 + MAX_TOP].T
 
     @property

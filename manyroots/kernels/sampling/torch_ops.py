@@ -1,7 +1,7 @@
-"""From logits to tokens with torch's operators, for a CPU: rows that draw are drawn together.
+"""Sampling with torch's operators, for a CPU: all rows that draw are drawn together.
 
-Same signature as `reference.py`, and the same tokens. A row whose choice fails has a fault of its
-own with the reason; the others have their tokens.
+Same signature as `reference.py`, and the same tokens. A row whose choice fails has its own fault
+with the reason; the other rows have their tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from manyroots.kernels.sampling.rows import (
 )
 
 ROWS_AT_ONCE = 32
-"""Rows drawn together: bounds the memory for weights over the vocabulary."""
+"""Rows that are drawn together; bounds the memory for weights over the vocabulary."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
-    of rows that have penalties. `logits` are the caller's no more: they may be changed."""
+    """A token for each row of [rows, vocabulary], and logprobs for rows that request them. Counts
+    the token of rows that have penalties. May overwrite `logits`."""
     logits = logits.float()
     sampled = Sampled.empty(logits.shape[0], logits.device)
     scored = (rows.num_top.numpy() != NO_LOGPROBS).nonzero()[0]
@@ -61,7 +61,7 @@ class _Choice:
 
     def make(self) -> None:
         rows = self._rows
-        # Numpy's is far faster than torch's, gives the first of equals, and finds a NaN.
+        # Numpy's argmax is far faster than torch's, gives the first of ties, and finds a NaN.
         values = self._logits.numpy()
         greedy = values.argmax(axis=-1)
         best = values[np.arange(len(greedy)), greedy]
@@ -80,23 +80,23 @@ class _Choice:
             rows.tables.counts[rows.table_rows[index], int(self._tokens[index])] += 1
 
     def _good(self, is_meant: npt.NDArray[np.bool_]) -> Ints:
-        """The rows meant that have no fault."""
+        """The given rows that have no fault."""
         at: Ints = (is_meant & (self._faults == NO_FAULT)).nonzero()[0]
         return at
 
     def _choose_edited(self, index: int) -> None:
-        """Edit one row in place; its likeliest token may be another then."""
+        """Edit one row in place; its most likely token may change."""
         try:
             edit(self._logits[index], self._rows, index)
             values = self._logits[index].numpy()
             self._tokens[index] = greedy = values.argmax()
             if not np.isfinite(values[greedy]):
                 self._faults[index] = ALL_FORBIDDEN
-        except Exception as error:  # whatever it is, it is this request's alone
+        except Exception as error:  # any error concerns this request only
             self._fail(index, error)
 
     def _draw(self, at: Ints) -> None:
-        """Draw for the rows at the indices `at`; one by one where that fails together."""
+        """Draw for the rows at the indices `at`; one by one if drawing them together fails."""
         try:
             self._tokens[at] = self._drawn(at)
         except Exception as error:
@@ -142,20 +142,20 @@ def edit(logits: Tensor, rows: SamplingRows, index: int) -> None:
     seen = np.flatnonzero(counts)
     times = (counts[seen] & (IN_PROMPT - 1)).astype(np.float32)
     values = logits.numpy()
-    # Numpy's operations are rounded one by one, as everywhere else.
+    # Numpy rounds each operation, as all other implementations do.
     with np.errstate(over="ignore"):
         known = values[seen]
         known = np.where(known > 0, known / np.float32(factor), known * np.float32(factor))
-    # Beyond what a number holds upwards; downwards it is as good as forbidden.
+    # Above the range of float32 counts as its maximum; below it, the token is as good as forbidden.
     known = np.minimum(known, np.finfo(np.float32).max)
     cost = np.float32(frequency) * times + np.float32(presence)
     values[seen] = np.where(times > 0, known - cost, known)
 
 
 def _score(own: Tensor, rows: SamplingRows, sampled: Sampled, at: Tensor) -> None:
-    """Logprobs of the rows at `at`, whose logits as the model gave them are `own`."""
+    """Logprobs of the rows at `at`; `own` are the model's unedited logits."""
     logprobs = torch.log_softmax(own, dim=-1)
-    # A row without a token has none to score; any will do.
+    # A row without a token has none to score; any token will do.
     tokens = torch.where(sampled.faults[at] == NO_FAULT, sampled.tokens[at], 0).long()[:, None]
     keys = order_keys(own)
     sampled.logprobs[at] = logprobs.gather(-1, tokens)[:, 0]

@@ -1,8 +1,8 @@
-"""From logits to tokens in five launches, without a sort of the vocabulary or a copy of it.
+"""Sampling in five launches, without a sort or a copy of the vocabulary.
 
-Same signature as `reference.py`, and the same tokens. The vocabulary is cut into spans, each of
-which has a program in three of the launches; the other two have one program a row. Rows leave each
-launch as soon as it has nothing for them, and logits are edited wherever they are read.
+Same signature as `reference.py`, and the same tokens. The vocabulary is cut into spans. In three
+launches each span has a program; the other two have one program per row. Rows exit each launch as
+soon as they have nothing to do in it. Logits are edited whenever they are read.
 
     tops      each span's best, and the best of each of its parts
     sum_up    a row's best: the token of greedy rows. For rows that keep the first k, or a top-p: a
@@ -11,8 +11,8 @@ launch as soon as it has nothing for them, and logits are edited wherever they a
     finish    the draw, from the list or from the spans; the likeliest tokens, from a list
     rank      how many tokens are before the chosen one
 
-A list that is too short for what a row keeps, or too long to be held, is no harm: `triton_search`
-then looks at the whole vocabulary.
+If a list is too short for what a row keeps, or too long to hold, `triton_search` searches the whole
+vocabulary.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ from manyroots.kernels.sampling.triton_search import narrow, next_place, search
 
 SPAN = 2048
 PROGRAMS = 512
-"""Of launches in which rows may have nothing to do: about as many as run at once, so that those
-who leave early cost one wave. Each has some spans of one row."""
+"""For launches in which rows may have nothing to do: about as many programs as run at once, so that
+early exits cost one wave. Each program has some spans of one row."""
 SHORT_LIST, LONG_LIST = 256, 2048
-"""Tokens that are looked at together: nearly always the first is enough for a top-k."""
+"""Tokens that are read together: nearly always the first is enough for a top-k."""
 MAX_PARTS = 2048
 OPEN_SHARE = 0.4
-"""Where only top-p cuts, its list has the tokens that reach the best of this share of the parts."""
+"""If only top-p cuts, its list has the tokens that reach the best of this share of the parts."""
 SEARCH_BLOCK = 2048
 
 _ALL_FORBIDDEN, _NOT_FINITE = tl.constexpr(ALL_FORBIDDEN), tl.constexpr(NOT_FINITE)
@@ -84,7 +84,7 @@ def _is_cut(asked, row, vocab):
 
 @triton.jit
 def _cuts_of(asked, best, row, vocab, SCALE_BITS: tl.constexpr):
-    """Of a row that draws."""
+    """Parameters of a row that draws."""
     top_k = tl.load(asked.top_k + row)
     scale = tl.full((), 1 << SCALE_BITS, tl.int64).to(tl.float64)
     return RowCuts(
@@ -107,7 +107,7 @@ def _tops(
     at = row * NUM_SPANS + span
     place = at * (SPAN // PART) + tl.arange(0, SPAN // PART)
     highest = tl.max(x)
-    # A NaN must win, so that it is seen: comparisons alone would pass over it.
+    # A NaN must win, so that it is detected: plain comparisons would skip it.
     is_nan = tl.max((x != x).to(tl.int32)) > 0
     tl.store(span_own + at, tl.where(is_nan, float("nan"), highest))
     num_top = tl.load(asked.num_top + row)
@@ -147,7 +147,7 @@ def _begin_list(
     parts, threshold, length, count, least, vocab, NUM_PARTS: tl.constexpr,
     PARTS_PAD: tl.constexpr, PART: tl.constexpr, LONG_LIST: tl.constexpr,
 ):  # fmt: skip
-    """What a list of at least `count` tokens begins with; of all, where all fit in."""
+    """The threshold of a list of at least `count` tokens; the lowest key if all fit."""
     key = tl.full((), least, tl.int32)
     begin = tl.full((), 0, tl.int32)
     if vocab > LONG_LIST:
@@ -188,7 +188,7 @@ def _sum_up(
         if (fault == _NO_FAULT) & _is_cut(asked, row, vocab):
             top_k = tl.load(asked.top_k + row)
             count = tl.where((top_k > 0) & (top_k < vocab), top_k, open_count)
-            # Tokens of no weight can be left out.
+            # Tokens with weight zero can be left out.
             _begin_list(
                 parts + row * NUM_PARTS, thresholds + row, lengths + row, count, LEAST_KEY + 1,
                 vocab, NUM_PARTS, PARTS_PAD, PART, LONG_LIST,
@@ -209,8 +209,8 @@ def _sum_up(
 
 @triton.jit
 def _add_to_list(x, i, threshold, length, places, vocab, LONG_LIST: tl.constexpr):
-    """Those of a span that reach the threshold, in the order of ids: where they begin in the list,
-    and how many they are."""
+    """The tokens of a span that reach the threshold, in the order of ids: their start in the list,
+    and their number."""
     keys = key_of(x)
     reaches = (keys >= tl.load(threshold)) & (i < vocab)
     count = tl.sum(reaches.to(tl.int32))
@@ -264,7 +264,7 @@ def _collect(
 
 @triton.jit
 def _by_id(places, span_lists, length, NUM_SPANS: tl.constexpr, LIST: tl.constexpr):
-    """A list in the order of ids: its spans one after the other, wherever each begins."""
+    """A list in the order of ids: its spans one after the other, wherever each one starts."""
     j = tl.arange(0, LIST)
     end = tl.full((), 0, tl.int32)
     at = tl.full([LIST], 0, tl.int32)
@@ -277,7 +277,8 @@ def _by_id(places, span_lists, length, NUM_SPANS: tl.constexpr, LIST: tl.constex
 
 @triton.jit
 def _last_key(keys, amounts, need):
-    """The largest key from which up the amounts are at least `need`, and the amounts above it."""
+    """The largest key such that the amounts from it upwards are at least `need`, and the amounts
+    above it."""
     last = tl.full((), NO_KEY, tl.int32)
     above = tl.full((), 0, tl.int64)
     unit = tl.full((), 1 << 30, tl.int32)
@@ -294,8 +295,8 @@ def _last_key(keys, amounts, need):
 def _from_list(
     order, length, cuts, total, number, vocab, LIST: tl.constexpr, SCALE_BITS: tl.constexpr
 ):
-    """The token of a row whose list, `order`, is in the order of ids; -1 if it keeps tokens that
-    are not in the list."""
+    """The token of a row whose list, `order`, is in the order of ids; -1 if the row keeps tokens
+    that are not in the list."""
     j = tl.arange(0, LIST)
     keys = key_at(order)
     weights = tl.where(j < length, weight_of(logit_of(keys), cuts, SCALE_BITS), 0)
@@ -325,7 +326,7 @@ def _from_spans(
     logits, edits, cuts, span_sums, number, vocab, NUM_SPANS: tl.constexpr,
     SPANS_PAD: tl.constexpr, SPAN: tl.constexpr, SCALE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row that keeps all, or all that are heavy enough."""
+    """The token of a row that keeps all tokens, or all that are heavy enough."""
     s = tl.arange(0, SPANS_PAD)
     sums = tl.load(span_sums + s, mask=s < NUM_SPANS, other=0)
     target = target_of(number, tl.sum(sums))
@@ -456,8 +457,8 @@ def _rank(
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
-    of rows that have penalties."""
+    """A token for each row of [rows, vocabulary], and logprobs for rows that request them. Counts
+    the token of rows that have penalties."""
     num_rows, vocab = logits.shape
     device, stride = logits.device, logits.stride(0)
     asked = Asked(
@@ -482,7 +483,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     places = empty(2, num_rows, LONG_LIST, dtype=torch.int64)
     sampled = Sampled.empty(num_rows, device)
     packed = sampled.packed
-    # Fused multiply-adds would change weights' last bits.
+    # Fused multiply-adds would change the last bits of weights.
     options = {**launch_options(device), "enable_fp_fusion": False}
     sizes = {"NUM_SPANS": num_spans, "SPANS_PAD": triton.next_power_of_2(num_spans)}
     bits = scale_bits(vocab)
@@ -516,6 +517,6 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 
 def _part_size(vocab: int) -> int:
-    """Small enough that a long list's tokens are in parts of their own, mostly."""
+    """Small enough that most tokens of a long list are in separate parts."""
     size: int = triton.next_power_of_2(triton.cdiv(vocab, MAX_PARTS))
     return max(16, size)

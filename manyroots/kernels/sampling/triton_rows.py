@@ -1,5 +1,5 @@
-"""What the sampling kernels share: a row's logits as they are read, edited on the way; the order of
-tokens; their weights; a row's random number. Device code."""
+"""Shared device code of the sampling kernels: reading and editing a row's logits, the order of
+tokens, their weights, and a row's random number."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
 
 
 class RowEdits(NamedTuple):
-    """What one row does to its logits, and its own rows of the tables."""
+    """One row's edits of its logits, and its rows of the tables."""
 
     has_any: Any
     has_penalties: Any
@@ -69,10 +69,10 @@ class RowEdits(NamedTuple):
 
 
 class RowCuts(NamedTuple):
-    """What one row keeps of the vocabulary, and how its weights are computed."""
+    """The part of the vocabulary that one row keeps, and how its weights are computed."""
 
     top_k: Any
-    """The vocabulary's size, or more, where all are kept."""
+    """At least the vocabulary's size if all tokens are kept."""
     top_p: Any
     floor: Any
     best: Any
@@ -100,7 +100,7 @@ def edits_of(asked, row, vocab):
 
 @triton.jit
 def own_logits(logits, i, vocab):
-    """The model's, of the tokens `i` of a row; minus infinity behind the last."""
+    """The model's logits of a row's tokens `i`; minus infinity past the last token."""
     return tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
 
 
@@ -115,7 +115,7 @@ def edited_logits(logits, edits, i, vocab):
 
 @triton.jit
 def edit(x, edits, i, vocab):
-    """Logits of the consecutive tokens `i` as the row's edits leave them."""
+    """Logits of the consecutive tokens `i` after the row's edits."""
     first, last = tl.min(i), tl.max(i)
     if edits.num_biases > 0:
         b = tl.arange(0, _MAX_BIASES)
@@ -136,7 +136,8 @@ def edit(x, edits, i, vocab):
     if edits.has_penalties:
         counts = tl.load(edits.counts + i, mask=i < vocab, other=0)
         scaled = tl.where(x > 0, tl.div_rn(x, edits.repetition), x * edits.repetition)
-        # Beyond what a number holds upwards; downwards it is as good as forbidden.
+        # Above the range of float32 counts as its maximum; below it, the token is as good as
+        # forbidden.
         x = tl.where(counts != 0, tl.minimum(scaled, _LARGEST), x)
         times = counts & _SAID
         cost = edits.frequency * times.to(tl.float32) + edits.presence
@@ -146,7 +147,7 @@ def edit(x, edits, i, vocab):
 
 @triton.jit
 def key_of(x):
-    """int32 in the order of float32; both zeros are one."""
+    """int32 in the order of float32; both zeros are equal."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(bits == NO_KEY, 0, bits)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -159,7 +160,7 @@ def logit_of(key):
 
 @triton.jit
 def place_of(key, i):
-    """int64 in the order of tokens: by key, and of equals the lower id is above."""
+    """int64 in the order of tokens: by key; ties rank the lower id higher."""
     return (key.to(tl.int64) << 32) | (i ^ 0x7FFFFFFF).to(tl.int64)
 
 
@@ -175,7 +176,7 @@ def id_at(place):
 
 @triton.jit
 def heat_of(temperature):
-    """How many powers of two a logit is worth."""
+    """The number of powers of two per logit."""
     return tl.div_rn(tl.full((), _LOG2_E, tl.float32), temperature)
 
 

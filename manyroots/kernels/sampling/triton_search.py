@@ -1,8 +1,8 @@
-"""The choice of a row that keeps more tokens than a list holds: searched in the whole vocabulary.
+"""The choice for a row that keeps more tokens than a list holds: searches the whole vocabulary.
 
-One program reads all of the row again and again, so this is for the few rows that need it. The last
-key that is kept is found two bits at a time; of the tokens that have it, the first few by id are
-kept (their weights are equal, so how many follows from counts and sums). Device code.
+One program reads the whole row several times, so this is for the few rows that need it. It finds
+the last kept key two bits at a time. Of the tokens with that key, the first few by id are kept;
+their weights are equal, so the number follows from counts and sums. Device code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from manyroots.kernels.sampling.triton_rows import (
 def search(
     logits, edits, cuts, total, number, vocab, step, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A row's token. `total`: the weight of all tokens, used where all are among the top k.
-    `step`: keys differ by multiples of this, which is 1 or 65536."""
+    """A row's token. `total`: the weight of all tokens, used if all are among the top k. `step`:
+    keys differ by multiples of this, which is 1 or 65536."""
     last = tl.full((), NO_KEY, tl.int32)
     quota = tl.full((), NOBODY, tl.int64)
     if cuts.top_k < vocab:
@@ -72,7 +72,7 @@ def search(
 
 @triton.jit
 def _weight_at(key, cuts, step, SCALE_BITS: tl.constexpr):
-    """Of the one logit with a key from `key` up to, and without, `key + step`."""
+    """The weight of the one logit with a key in [key, key + step)."""
     return weight_of(logit_of(tl.where(key < 0, key + step - 1, key)), cuts, SCALE_BITS)
 
 
@@ -80,7 +80,7 @@ def _weight_at(key, cuts, step, SCALE_BITS: tl.constexpr):
 def _weight_above(
     logits, edits, cuts, key, floor, vocab, SCALE_BITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The sum of all weights from `floor` up of tokens with keys from `key` up."""
+    """The sum of all weights of at least `floor` of tokens with keys of at least `key`."""
     sums = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)
@@ -95,8 +95,8 @@ def _last_kept(
     logits, edits, cuts, need, vocab, step, BY_WEIGHT: tl.constexpr, SCALE_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest key from which up the tokens, or their weights, are at least `need`; and how many
-    or how heavy those above it are."""
+    """The largest key such that the tokens from it upwards, or their weights, are at least `need`;
+    and the number or weight of those above it."""
     last = tl.full((), NO_KEY, tl.int32)
     above = tl.full((), 0, tl.int64)
     unit = tl.full((), 1 << 30, tl.int32)
@@ -124,7 +124,8 @@ def _last_kept(
 
 @triton.jit
 def narrow(last, above, unit, from_one, from_two, from_three, need):
-    """Two more bits of the last key, given the amounts from it up plus one, two and three units."""
+    """Two more bits of the last key, given the amounts from it upwards plus one, two and three
+    units."""
     above = tl.where(from_three >= need, above, from_three)
     above = tl.where(from_two >= need, above, from_two)
     above = tl.where(from_one >= need, above, from_one)
@@ -134,7 +135,7 @@ def narrow(last, above, unit, from_one, from_two, from_three, need):
 
 @triton.jit
 def next_place(logits, before, vocab, BLOCK: tl.constexpr):
-    """Of the model's own logits, the first token behind the place `before` in the order."""
+    """Of the model's own logits, the first token after `before` in the order."""
     found = tl.full((), -(2**63), tl.int64)
     for first in range(0, vocab, BLOCK):
         i = first + tl.arange(0, BLOCK)

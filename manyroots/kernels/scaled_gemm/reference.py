@@ -1,5 +1,5 @@
-"""Many rows times a weight in FP8, naive: rows are rounded to FP8 as well, each by its own largest
-number, so that matrix instructions of FP8 can multiply the two."""
+"""Reference of many rows times a weight in FP8. Each row is rounded to FP8 by its own largest
+number, so that FP8 matrix instructions can multiply the two."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from manyroots.kernels.scaled import ScaledMatrix
 
 
 def is_for(weight: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Whether `linear` computes this."""
+    """Whether `linear` supports this product."""
     return True
 
 
 def form_for(weight: ScaledMatrix, keeps_values: bool) -> Fp8Form | None:
-    """What `linear` wants rows in: it rounds them itself where they come as they are."""
+    """The form in which `linear` reads rows; it rounds plain rows itself."""
     return Fp8Form(1, weight.group, keeps_values)
 
 

@@ -1,5 +1,5 @@
-"""The same on a CPU, which has no matrix instructions of FP8: a step there does not round its rows
-(`gemm/torch_ops.py`), and this is for those who ask what the rounding does."""
+"""The same on a CPU, which has no FP8 matrix instructions. A step on a CPU does not round its rows
+(`gemm/torch_ops.py`); this module exists to study the rounding."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ __all__ = ["form_for", "is_for", "linear"]
 
 
 def form_for(weight: ScaledMatrix, keeps_values: bool) -> None:
-    """What `linear` wants rows in: as they are, since no kernel here writes others."""
+    """The form in which `linear` reads rows: unrounded, since no kernel here writes others."""

@@ -1,9 +1,9 @@
-"""Many rows times a weight in FP8, by the matrix instructions of FP8.
+"""Many rows times a weight in FP8, with FP8 matrix instructions.
 
-Same signatures as `reference.py`. Rows come rounded, or are rounded by a kernel of their own, to
-the same bits as the reference's; where two scales leave the same error, up to the order in which it
-is summed, either may be chosen. Products with a scale for each row of the weight, in bfloat16, are
-the library's; others are tiles of ours, which scale each group's sums as they are added up.
+Same signatures as `reference.py`. Rows come rounded, or a separate kernel rounds them, to the same
+bits as the reference's. If two scales have the same error, up to the order of its sum, either may
+be chosen. The library computes bfloat16 products with a scale per row of the weight. Our own tiles
+compute the others; they scale each group's sums as they are added up.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def _tiles(
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BAND: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the product. With GROUP, scales are of so many columns each; else of rows."""
+    """One tile of the product. With GROUP, each scale covers this many columns; otherwise a row."""
     let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
-    # Tiles of a band of rows follow each other, so that what they read stays in the cache.
+    # Tiles of a band of rows follow each other, so that their inputs stay in the cache.
     across = tl.cdiv(n_size, BLOCK_N)
     band = pid // (BAND * across) * BAND
     height = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - band, BAND)
@@ -50,7 +50,7 @@ def _tiles(
         if EVEN_K:
             left, right = tl.load(x_at + at), tl.load(w_at + at)
         else:
-            # As bytes: what is masked is zero in FP8, too.
+            # Loaded as bytes: masked bytes are zero in FP8, too.
             left = tl.load(x_at + at, mask=(at + k < k_size)[None, :], other=0.0)
             right = tl.load(w_at + at, mask=(at + k < k_size)[:, None], other=0.0)
         if GROUP:
@@ -69,15 +69,15 @@ def _tiles(
 
 
 def is_for(weight: ScaledMatrix, dtype: torch.dtype) -> bool:
-    """Whether `linear` computes this: a tile lies within a group of columns, and a row of groups
-    within a program."""
+    """Whether `linear` supports this product: a tile lies within a group of columns, and a row of
+    groups within a program."""
     k_size = weight.shape[1]
     fits = weight.has_row_scales or weight.group % TILE_COLUMNS == 0
     return k_size % SIDE_STEP == 0 and k_size <= MOST_COLUMNS and fits
 
 
 def form_for(weight: ScaledMatrix, keeps_values: bool) -> Fp8Form:
-    """What `linear` wants rows in: it rounds them itself where they come as they are."""
+    """The form in which `linear` reads rows; it rounds plain rows itself."""
     return Fp8Form(1, weight.group, keeps_values)
 
 
@@ -87,7 +87,7 @@ def linear(x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None = None
         x = in_fp8(x.contiguous(), form_for(weight, False))
     rounded = x.rounded
     if _is_librarys(x, weight):
-        # Scales of groups lie side by side there, and are summed up exactly.
+        # The library needs the scales of a group to be adjacent, and sums exactly.
         scales = weight.scales.t().contiguous()
         return torch._scaled_mm(
             rounded.data, weight.data.t(), rounded.scales, scales, bias=bias,
@@ -97,8 +97,8 @@ def linear(x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None = None
 
 
 def _is_librarys(x: Fp8Rows, weight: ScaledMatrix) -> bool:
-    """Whether the library has such a product: on Hopper, in bfloat16, of rows' scales, or of 128
-    columns' where rows and columns are whole tiles of its."""
+    """Whether the library has such a product: on Hopper, in bfloat16, with scales of rows, or of
+    128 columns if rows and columns are whole tiles."""
     if not is_dependent(x.data.device) or x.dtype is not torch.bfloat16:
         return False
     if weight.shape[1] % TILE_COLUMNS:
@@ -112,7 +112,7 @@ def _is_librarys(x: Fp8Rows, weight: ScaledMatrix) -> bool:
 def in_tiles(
     rounded: ScaledMatrix, weight: ScaledMatrix, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of both, by our own kernel."""
+    """The product by our own kernel."""
     num_rows, k_size = rounded.shape
     n_size = weight.shape[0]
     out = torch.empty(num_rows, n_size, dtype=dtype, device=rounded.data.device)

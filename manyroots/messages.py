@@ -204,8 +204,17 @@ class ControlReply:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftUse:
+    """Guessed tokens that a step checked."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    """Those that come first among the new tokens of the output."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
-    """What only failed sequences, embeddings, and first outputs have."""
+    """What only failed sequences, embeddings, drafts, and first outputs have."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
     error_field: str | None = None
@@ -218,6 +227,8 @@ class Notice:
     """With the first token."""
     revision: str | None = None
     """With the first output: which revision of the adapter computes it."""
+    drafts: DraftUse | None = None
+    """With tokens whose step checked guesses."""
 
 
 @dataclass(slots=True)
@@ -257,6 +268,10 @@ class Output:
     @property
     def cache_use(self) -> CacheUse | None:
         return None if self.notice is None else self.notice.cache_use
+
+    @property
+    def drafts(self) -> DraftUse | None:
+        return None if self.notice is None else self.notice.drafts
 
 
 @dataclass(slots=True)

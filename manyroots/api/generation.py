@@ -14,7 +14,12 @@ from typing import cast
 
 from manyroots.api.adapters import NEW_ADAPTER
 from manyroots.api.errors import GenerationError
-from manyroots.api.responses import CachedByTier, PromptTokensDetails, Usage
+from manyroots.api.responses import (
+    CachedByTier,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from manyroots.api.state import Service
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.messages import CacheUse, ErrorKind, FinishReason, Output, Submit
@@ -194,9 +199,13 @@ class UsageCount:
         self._num_completion_tokens = 0
         self._num_cached_tokens: dict[int, int] = {}
         self._uses: dict[int, CacheUse] = {}
+        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     def add(self, index: int, delta: TextDelta) -> None:
         self._num_completion_tokens += len(delta.tokens)
+        if delta.drafts is not None:
+            self._num_draft_tokens += delta.drafts.num_draft_tokens
+            self._num_accepted_tokens += delta.drafts.num_accepted_tokens
         # Later choices reuse the first one's prompt; what the request saved is the first's number.
         if index % self._n == 0:
             self._num_cached_tokens[index] = delta.num_cached_tokens
@@ -204,12 +213,18 @@ class UsageCount:
                 self._uses[index] = delta.cache_use
 
     def usage(self) -> Usage:
-        return Usage(
+        usage = Usage(
             self._num_prompt_tokens,
             self._num_completion_tokens,
             self._num_prompt_tokens + self._num_completion_tokens,
             self._details(),
         )
+        if self._num_draft_tokens:
+            num_rejected = self._num_draft_tokens - self._num_accepted_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(
+                self._num_accepted_tokens, num_rejected
+            )
+        return usage
 
     def _details(self) -> PromptTokensDetails:
         details = PromptTokensDetails(sum(self._num_cached_tokens.values()))

@@ -24,11 +24,19 @@ class PromptTokensDetails(msgspec.Struct):
     """Why the rest had to be computed, of the first prompt; `docs/tiers.md` has the words."""
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    """Drafted and not part of the completion: they do not count as its tokens."""
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+    """Where the server drafted tokens for the request."""
 
 
 class ScoredToken(msgspec.Struct):

@@ -17,7 +17,15 @@ import numpy as np
 from manyroots.cache.cache import PrefixCache
 from manyroots.ids import RequestId, Row, StepId
 from manyroots.lora.residency import Residency
-from manyroots.messages import ErrorKind, FinishReason, Notice, Output, StepOutputs, Tokens
+from manyroots.messages import (
+    DraftUse,
+    ErrorKind,
+    FinishReason,
+    Notice,
+    Output,
+    StepOutputs,
+    Tokens,
+)
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.plan_builder import Launched
@@ -240,8 +248,11 @@ class Results:
         self._rows.take_draft(request, num_committed, tokens)
         self._cache.accept(lease, request.tokens, num_committed, step.step_id)
         self._rows.watch(request)
-        self._speculation.checked(request, len(step.drafts[row]), len(tokens) - 1)
-        return self._tell(request, tokens.tolist(), request.num_tokens, _logprobs(result, row))
+        drafts = DraftUse(len(step.drafts[row]), len(tokens) - 1)
+        self._speculation.checked(request, drafts.num_draft_tokens, drafts.num_accepted_tokens)
+        output = self._tell(request, tokens.tolist(), request.num_tokens, _logprobs(result, row))
+        output.notice = replace(output.notice or Notice(), drafts=drafts)
+        return output
 
     def _publish(self, request: Request, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""

@@ -6,9 +6,9 @@ the owner must abort the sequence in the engine. Synchronous; knows nothing of H
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from manyroots.messages import CacheUse, FinishReason, Output
+from manyroots.messages import CacheUse, DraftUse, FinishReason, Output
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.detokenizer import detokenizer_for
@@ -42,6 +42,8 @@ class TextDelta:
     """With the first tokens."""
     revision: str | None = None
     """With the first tokens of an adapter's sequence."""
+    drafts: DraftUse | None = None
+    """With tokens whose step checked guesses."""
 
 
 class TextAssembler:
@@ -110,6 +112,7 @@ class TextAssembler:
             error=output.error,
             cache_use=output.cache_use,
             revision=output.revision,
+            drafts=None if output.drafts is None else _within(output.drafts, taken),
         )
 
     def _plain(self, output: Output) -> TextDelta:
@@ -145,3 +148,8 @@ class TextAssembler:
         """As in vLLM: the model's own end of text is no reason worth naming."""
         named = output.stop_token in self._sampling.stop_token_ids
         return output.stop_token if named else None
+
+
+def _within(drafts: DraftUse, num_tokens: int) -> DraftUse:
+    """Guesses after a stop string are no part of the text, and so not accepted."""
+    return replace(drafts, num_accepted_tokens=min(drafts.num_accepted_tokens, num_tokens))

@@ -11,6 +11,7 @@ import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.bench.recorded_drafts import RecordedDrafts
+from manyroots.sampling import ThinkingBudget
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.helpers.adapter_folders import write_adapter
 from tests.soaks.differential import ADAPTERS, ALL_MIXES, PAGE
@@ -24,6 +25,10 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
+
+THINKING = ThinkingBudget(7, begin=1, end=ord("x"), is_begun=True)
+"""Reasoning that is cut within a draft."""
+THOUGHT = "prefix: thought\nthought[lazy]: /[a-w ]*/ \"x\""
 
 
 def sampling(**asked: Any) -> SamplingParams:
@@ -48,6 +53,19 @@ KINDS = {
         structured_outputs=StructuredOutputsParams(json=SCHEMA), temperature=1.0, logprobs=0
     ),
     "many logprobs": sampling(logprobs=20, ignore_eos=True),
+    "thinking": sampling(thinking_budget=THINKING, temperature=0.8, ignore_eos=True),
+    "thinking, then a choice": sampling(
+        thinking_budget=THINKING,
+        structured_outputs=StructuredOutputsParams(choice=("hello", "stop"), prefix=THOUGHT),
+        temperature=0.8,
+    ),
+    "thinking, then a call": sampling(
+        thinking_budget=THINKING,
+        structured_outputs=StructuredOutputsParams(
+            grammar='start: "<c>" /[a-c]{2,4}/ "</c>"', prefix=THOUGHT
+        ),
+        temperature=0.8,
+    ),
 }
 
 

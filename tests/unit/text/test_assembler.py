@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from manyroots.ids import RequestId
-from manyroots.messages import FinishReason, Output
+from manyroots.messages import DraftUse, FinishReason, Notice, Output
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler
@@ -55,6 +55,17 @@ def test_a_stop_string_ends_the_sequence_and_asks_for_its_abort(tokenizer: Token
     assert delta.offsets == [3, 4]
     assert (delta.finish_reason, delta.stop_reason) == (FinishReason.STOP, "END")
     assert delta.stopped
+
+
+def test_v02_guesses_after_a_stop_string_are_not_accepted(tokenizer: Tokenizer) -> None:
+    """V02: usage counts guesses that are part of the text."""
+    notice = Notice(drafts=DraftUse(4, 3))
+    delta = TextAssembler(tokenizer, SamplingParams(stop=["b"])).push(
+        news(list(b"abcd"), notice=notice)
+    )
+    assert (delta.tokens, delta.drafts) == (list(b"ab"), DraftUse(4, 2))
+    whole = TextAssembler(tokenizer, SamplingParams()).push(news(list(b"abcd"), notice=notice))
+    assert whole.drafts == DraftUse(4, 3)
 
 
 def test_a_stop_string_in_the_last_news_needs_no_abort(tokenizer: Tokenizer) -> None:

@@ -28,7 +28,7 @@ SCHEMA = {
 
 THINKING = ThinkingBudget(7, begin=1, end=ord("x"), is_begun=True)
 """Reasoning that is cut within a draft."""
-THOUGHT = "prefix: thought\nthought[lazy]: /[a-w ]*/ \"x\""
+THOUGHT = 'prefix: thought\nthought[lazy]: /[a-w ]*/ "x"'
 
 
 def sampling(**asked: Any) -> SamplingParams:

@@ -315,9 +315,9 @@ class TierSettings:
     )
     kv_storage: str | None = option(
         None,
-        "Persistent storage for pages: file:///path or redis://[:password@]host:port/0 (rediss:// "
-        "for TLS). Servers of the same model may share it. The password may also be in "
-        "MANYROOTS_KV_STORAGE_PASSWORD.",
+        "Persistent storage for pages: file:///path, redis://[:password@]host:port/0 (rediss:// "
+        "for TLS; the password may also be in MANYROOTS_KV_STORAGE_PASSWORD), or the URL of a "
+        "plug-in. Servers of the same model may share it.",
     )
     kv_storage_size: float | None = option(
         None, "With file://: maximum GiB of the folder, for all servers together."
@@ -398,24 +398,9 @@ class TierSettings:
                         f"{flag_name(name)} is given without --kv-storage; give that too."
                     )
             return
-        kind = url.partition("://")[0]
-        if kind not in ("file", "redis", "rediss"):
+        if "://" not in url:
             raise ConfigError(
-                f"--kv-storage is {url!r}; it must begin with file://, redis:// or rediss://."
-            )
-        if kind == "file" and not url.startswith("file:///"):
-            raise ConfigError(
-                f"--kv-storage is {url!r}; a folder is an absolute path, as file:///var/cache/kv."
-            )
-        if kind == "file" and self.kv_storage_ttl_s is not None:
-            raise ConfigError(
-                "--kv-storage-ttl-s is for redis://; what a folder keeps is limited by "
-                "--kv-storage-size."
-            )
-        if kind != "file" and self.kv_storage_size is not None:
-            raise ConfigError(
-                "--kv-storage-size is for file://; a Redis server's memory is limited by its own "
-                "maxmemory and maxmemory-policy allkeys-lru. --kv-storage-ttl-s limits age."
+                f"--kv-storage is {url!r}; it must be a URL, as file:///var/cache/kv."
             )
 
     def transfer(self) -> TransferChoice:

@@ -23,6 +23,7 @@ from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder,
 from manyroots.lora.files.header import read_header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.process.progress import Display, told_to, track
+from manyroots.store.backends.registry import check_storage
 from manyroots.store.sources.address import is_address, looks_like_hub_id
 
 logger = logging.getLogger("manyroots")
@@ -44,6 +45,7 @@ def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
     if model.generation_config not in ("auto", "none", "vllm"):
         _check_path("--generation-config", model.generation_config)
     check_weights_dirs(model.weights_dirs)
+    check_storage(settings.tiers)
     _check_devices(model)
     _check_temporary_folder()
     check_folders(settings.lora, {name, model.served_model_name or name})

@@ -22,7 +22,7 @@ from manyroots.files.gguf_header import read_metadata
 from manyroots.files.gguf_parts import parts_of
 from manyroots.models.source import ModelSource
 from manyroots.store.arena import UnitArena
-from manyroots.store.backends.choice import open_backend
+from manyroots.store.backends.registry import open_backend
 from manyroots.store.copy_ends import CopyEnds
 from manyroots.store.host_arena import HostArena
 from manyroots.store.layer_arrivals import LayerGroups

@@ -2,7 +2,8 @@
 
 A value is written aside and renamed, so that it is there whole or not at all, whenever a process is
 killed. Files lie in 256 folders by the first two digits of their key. What was used longest ago
-goes when there is no room: use is a file's modification time, so that it outlasts every server.
+goes when there is no room: use is a file's modification time, so that it outlasts every server. The
+time of a value that is kept for longer lies in the future, until its time is over (T13).
 
 Writers take turns by a lock on `used`, which holds how many bytes all files take: counted before a
 file is written, so that the limit holds whichever process dies when, and counted anew at each
@@ -20,9 +21,10 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from manyroots.errors import ConfigError
-from manyroots.store.backends.backend import Value
+from manyroots.store.backends.backend import StorageOptions, Value
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,22 @@ _COUNT = struct.Struct("<Q")
 
 class Files:
     """Values in a folder."""
+
+    @classmethod
+    def check(cls, url: str, options: StorageOptions) -> None:
+        if not url.startswith("file:///"):
+            raise ConfigError(
+                f"--kv-storage is {url!r}; a folder is an absolute path, as file:///var/cache/kv."
+            )
+        if options.ttl_s is not None:
+            raise ConfigError(
+                "--kv-storage-ttl-s is for redis://; what a folder keeps is limited by "
+                "--kv-storage-size."
+            )
+
+    @classmethod
+    def open(cls, url: str, options: StorageOptions) -> Files:
+        return cls(Path(unquote(urlsplit(url).path)), options.max_bytes)
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         """`max_bytes`: of all servers together; None is no limit."""
@@ -72,6 +90,14 @@ class Files:
             for key in keys:
                 self._drop(self._path(key))
 
+    def keep(self, keys: Sequence[bytes], for_s: float) -> None:
+        now = time.time()
+        for key in keys:
+            path = self._path(key)
+            with contextlib.suppress(OSError):  # not there, or another user's own
+                until = now if for_s == 0 else max(now + for_s, path.stat().st_mtime)
+                os.utime(path, (until, until))
+
     def close(self) -> None:
         pass
 
@@ -91,7 +117,7 @@ class Files:
                 while count := os.readv(file, [view[length:]]):
                     length += count
             with contextlib.suppress(OSError):  # a folder that can only be read
-                os.utime(file)
+                _note_use(file)
         finally:
             os.close(file)
         return memoryview(value)[:length]
@@ -238,9 +264,15 @@ def _is_taken(file: BinaryIO) -> bool:
     return True
 
 
+def _note_use(file: int | Path) -> None:
+    """Now is its last use, unless it is kept for longer."""
+    if os.stat(file).st_mtime <= time.time():
+        os.utime(file)
+
+
 def _touch(path: Path) -> bool:
     try:
-        os.utime(path)
+        _note_use(path)
     except FileNotFoundError:
         return False
     except OSError:

@@ -1,7 +1,9 @@
 """Storage in Redis or Valkey: values by key on a server, shared by all that reach it.
 
 Needs the `redis` package (`pip install 'manyroots[redis]'`). A batch is one pipeline. The server's
-own memory limit and eviction apply; with a time to live, a value goes so long after its last use.
+own memory limit and eviction apply; with a time to live, a value goes so long after its last use,
+or at the end of the time that it is kept for, if that is later. Redis before 7 counts from the time
+of writing, because it can't leave a later end alone.
 """
 
 from __future__ import annotations
@@ -11,13 +13,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from manyroots.errors import ConfigError
-from manyroots.store.backends.backend import Value
+from manyroots.store.backends.backend import StorageOptions, Value
 
 _PREFIX = b"manyroots:1:"
 
 
 class Redis:
     """Values on a server."""
+
+    @classmethod
+    def check(cls, url: str, options: StorageOptions) -> None:
+        if options.max_bytes is not None:
+            raise ConfigError(
+                "--kv-storage-size is for file://; a Redis server's memory is limited by its own "
+                "maxmemory and maxmemory-policy allkeys-lru. --kv-storage-ttl-s limits age."
+            )
+
+    @classmethod
+    def open(cls, url: str, options: StorageOptions) -> Redis:
+        return cls(url, ttl_s=options.ttl_s, timeout_s=options.timeout_s)
 
     def __init__(self, url: str, *, ttl_s: int | None, timeout_s: float) -> None:
         self._ttl_s = ttl_s
@@ -47,7 +61,7 @@ class Redis:
             pipe.mget([_PREFIX + key for key in keys])
             if self._ttl_s is not None:
                 for key in keys:
-                    pipe.expire(_PREFIX + key, self._ttl_s)
+                    pipe.expire(_PREFIX + key, self._ttl_s, gt=True)
             # A replica that can only be read does not move the end of a value's time.
             values: list[Value | None] = _checked(pipe.execute(raise_on_error=False)[:1])[0]
         return values
@@ -64,14 +78,24 @@ class Redis:
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         with self._server.pipeline(transaction=False) as pipe:
             for key in keys:
-                if self._ttl_s is None:
-                    pipe.exists(_PREFIX + key)
-                else:
-                    pipe.expire(_PREFIX + key, self._ttl_s)
-            return [bool(answer) for answer in _checked(pipe.execute(raise_on_error=False))]
+                pipe.exists(_PREFIX + key)
+            if self._ttl_s is not None:
+                for key in keys:
+                    pipe.expire(_PREFIX + key, self._ttl_s, gt=True)
+            answers = _checked(pipe.execute(raise_on_error=False)[: len(keys)])
+        return [bool(answer) for answer in answers]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         self._server.delete(*(_PREFIX + key for key in keys))
+
+    def keep(self, keys: Sequence[bytes], for_s: float) -> None:
+        """Without a time to live the server evicts as it likes: there is no end to move."""
+        if self._ttl_s is None:
+            return
+        with self._server.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.expire(_PREFIX + key, max(self._ttl_s, int(for_s)), gt=for_s > 0)
+            pipe.execute(raise_on_error=False)
 
     def close(self) -> None:
         self._server.close()

@@ -18,8 +18,8 @@ import pytest
 from manyroots.config import TierSettings
 from manyroots.errors import ConfigError
 from manyroots.store.backends.backend import Backend
-from manyroots.store.backends.choice import open_backend
 from manyroots.store.backends.files import Files
+from manyroots.store.backends.registry import open_backend
 from tests.helpers.patience import PATIENCE_S
 from tests.unit.store.tiers import RedisServer, server_program
 
@@ -118,6 +118,26 @@ def test_t12_a_wrong_count_is_made_good_at_the_next_start(tmp_path: Path) -> Non
     assert files.exists([key(i) for i in range(4)]) == [True] * 4
 
 
+def test_t13_what_is_kept_goes_after_all_others_until_its_time_is_over(tmp_path: Path) -> None:
+    """T13: over a restart, too; use does not shorten it, and 0 ends it."""
+    files = Files(tmp_path, 4 * ROOM)
+    files.put([(key(i), value(i)) for i in range(4)])
+    files.keep([key(0), key(1), key(99)], 3600.0)
+    files.keep([key(1)], 0)
+    files.keep([key(0)], 60.0)  # another server asks for less
+    assert files.get([key(0)], SIZE) == [value(0)]
+    assert files.exists([key(0)]) == [True]
+    left = files._path(key(0)).stat().st_mtime - time.time()
+    assert 3500 < left <= 3600
+    os.utime(files._path(key(1)), (1, 1))
+    files = Files(tmp_path, 4 * ROOM)
+    files.put([(key(i), value(i)) for i in range(4, 12)])
+    assert files.exists([key(0), key(1)]) == [True, False]
+    os.utime(files._path(key(0)), (1, 1))  # its time is long over
+    files.put([(key(i), value(i)) for i in range(12, 20)])
+    assert files.exists([key(0)]) == [False]
+
+
 @pytest.mark.parametrize("gone", ["", "v1", "v1/aside", "v1/used", "v1/00"])
 def test_t12_a_folder_that_somebody_empties_is_written_to_again(tmp_path: Path, gone: str) -> None:
     """T12: all of it, or what a cleaner of old files takes; the limit holds as before."""
@@ -213,7 +233,8 @@ def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
 
 @needs_redis
 def test_t02_a_value_in_redis_goes_so_long_after_its_last_use(tmp_path: Path) -> None:
-    """T02: what is written has its time to live; to be read or asked for begins it anew."""
+    """T02, T13: what is written has its time to live; to be read or asked for begins it anew. What
+    is kept for longer has that time."""
     import redis
 
     server = RedisServer(tmp_path)
@@ -236,6 +257,13 @@ def test_t02_a_value_in_redis_goes_so_long_after_its_last_use(tmp_path: Path) ->
             backend.get([key(0)], SIZE)
             backend.exists([key(1)])
             assert [left > 50 for left in times()] == [True, True, False]
+            backend.keep([key(1), key(77)], 3600.0)
+            backend.keep([key(1)], 60.0)  # another server asks for less
+            backend.get([key(1)], SIZE)
+            backend.exists([key(1)])
+            assert 3500 < times()[1] <= 3600
+            backend.keep([key(1)], 0)
+            assert 290 <= times()[1] <= 300
             endless.put([(key(9), value(9))])
             assert times()[-1] == -1
         backend.close()

@@ -39,6 +39,8 @@ class Shelf:
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
+        self.kept: dict[bytes, float] = {}
+        """What `keep` was told last, by key."""
         self.fault: Exception | None = None
         self.is_open, self.was_asked, self.has_answered = (threading.Event() for _ in range(3))
         self.is_open.set()
@@ -61,6 +63,10 @@ class Shelf:
         self._pass()
         for key in keys:
             self.values.pop(key, None)
+
+    def keep(self, keys: Sequence[bytes], for_s: float) -> None:
+        self._pass()
+        self.kept |= dict.fromkeys(keys, for_s)
 
     def close(self) -> None:
         pass

@@ -82,6 +82,21 @@ class ServerSettings:
     replicas: int = option(
         1, "Engine processes on this machine; a router chooses one for each request."
     )
+    max_replicas: int | None = option(
+        None,
+        "Replicas that autoscaling may have; --replicas is the least. Default: no autoscaling.",
+    )
+    target_ongoing_requests: int | None = option(
+        None,
+        "Requests per replica at which autoscaling aims. Default: three quarters of "
+        "--max-num-seqs.",
+    )
+    upscale_delay_s: float = option(
+        10.0, "Seconds that a load must last before autoscaling adds replicas."
+    )
+    downscale_delay_s: float = option(
+        300.0, "Seconds that a lower load must last before autoscaling removes replicas."
+    )
     replica_backend: str = option(
         "processes",
         "Where replicas run: processes of this machine, or actors of a Ray cluster (RAY_ADDRESS; "
@@ -137,6 +152,18 @@ class ServerSettings:
         at_least(self, "max_engine_restarts", 0)
         if not 1 <= self.replicas <= 1000:
             raise ConfigError(f"--replicas is {self.replicas}; it must be from 1 to 1000.")
+        most = self.max_replicas
+        if most is not None and not self.replicas <= most <= 1000:
+            raise ConfigError(
+                f"--max-replicas is {most}; it must be from --replicas, {self.replicas}, to 1000."
+            )
+        if self.target_ongoing_requests is not None:
+            at_least(self, "target_ongoing_requests", 1)
+        for name in ("upscale_delay_s", "downscale_delay_s"):
+            if not 0.0 <= getattr(self, name) <= 86400.0:
+                raise ConfigError(
+                    f"{flag_name(name)} is {getattr(self, name)}; it must be from 0 to 86400."
+                )
         if not 0.0 < self.replica_silence_s <= 86400.0:
             raise ConfigError(
                 f"--replica-silence-s is {self.replica_silence_s}; it must be above 0 and at most "

@@ -227,6 +227,8 @@ class ReplicaView:
     is_up: bool
     is_drained: bool
     """It does not answer, and gets no requests until it does."""
+    is_leaving: bool
+    """It gets no new requests, and ends when it has none."""
     num_open: int
     """Requests that it has now."""
     num_requests: int

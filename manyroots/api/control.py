@@ -5,6 +5,7 @@ Only there with --admin-key, and only for it. Named as vLLM names them, and as S
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import msgspec
@@ -121,6 +122,19 @@ async def list_replicas(request: Request) -> Response:
     return json_response(Replicas([Replica(**dataclasses.asdict(view)) for view in views]))
 
 
+async def restart_replicas(request: Request) -> Response:
+    """Renew all engines, one after the other. It goes on if its caller leaves."""
+    server_of(request).accepting  # noqa: B018  raises while there is no model
+    engine = server_of(request).engine
+    if not isinstance(engine, ReplicaSet):
+        raise RequestError(
+            "This server has one engine; restart the server, or start it with --replicas 2.",
+            field=None,
+        )
+    count = await asyncio.shield(asyncio.ensure_future(engine.restart()))
+    return json_response(ControlDone(message=f"{count} replicas restarted"))
+
+
 CONTROL_ENDPOINTS = [
     *(
         Endpoint(path, handler, text, answer=ControlDone, methods=("POST",), is_admin=True)
@@ -134,6 +148,10 @@ CONTROL_ENDPOINTS = [
     ),
     Endpoint("/is_paused", is_paused, "Whether it is paused.", is_admin=True),
     Endpoint("/is_sleeping", is_sleeping, "Whether it sleeps.", is_admin=True),
+    Endpoint(
+        "/v1/replicas/restart", restart_replicas, "Renew all engines, one after the other.",
+        answer=ControlDone, methods=("POST",), is_admin=True,
+    ),
     Endpoint(
         "/v1/replicas", list_replicas, "The engines of this server.", answer=Replicas, is_admin=True
     ),

@@ -271,6 +271,8 @@ class Replica(msgspec.Struct, kw_only=True):
     is_up: bool
     is_drained: bool
     """It does not answer, and gets no requests until it does."""
+    is_leaving: bool
+    """It gets no new requests, and ends when it has none."""
     num_open: int
     num_requests: int
     num_restarts: int

@@ -31,6 +31,7 @@ from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
 from manyroots.gateway.local import ReplicaOptions, local_replicas
+from manyroots.gateway.scaling import ScaleOptions
 from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
 from manyroots.observe.traces import Traces
@@ -99,7 +100,8 @@ def _make_engine(
     engine_settings: EngineSettings, settings: ServerSettings, display: Display
 ) -> EngineClient:
     """One engine process, or several and their router."""
-    if settings.replicas == 1 and settings.replica_backend == "processes":
+    scale = scale_options(settings)
+    if settings.replicas == 1 and settings.replica_backend == "processes" and scale is None:
         return ProcessClient(
             engine_settings, max_restarts=settings.max_engine_restarts, on_progress=display
         )
@@ -108,6 +110,7 @@ def _make_engine(
         policy=RoutingPolicy(settings.routing_policy),
         max_restarts=settings.max_engine_restarts,
         silence_s=settings.replica_silence_s,
+        scale=scale,
     )
     if settings.replica_backend == "ray":
         # Here, because it takes seconds to import and is in an extra.
@@ -115,6 +118,19 @@ def _make_engine(
 
         return ray_replicas(engine_settings, options, display)
     return local_replicas(engine_settings, options, display)
+
+
+def scale_options(settings: ServerSettings) -> ScaleOptions | None:
+    """None where the number of replicas stays."""
+    if settings.max_replicas is None or settings.max_replicas == settings.replicas:
+        return None
+    return ScaleOptions(
+        min_replicas=settings.replicas,
+        max_replicas=settings.max_replicas,
+        target_requests=settings.target_ongoing_requests,
+        upscale_delay_s=settings.upscale_delay_s,
+        downscale_delay_s=settings.downscale_delay_s,
+    )
 
 
 def check_certificates(settings: ServerSettings) -> None:

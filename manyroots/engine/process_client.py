@@ -175,8 +175,9 @@ class ProcessClient:
 
     async def start(self) -> None:
         self._over = asyncio.get_running_loop().create_future()
-        self._info = await self._start_child(self._settings)
-        self._set_serving(True)
+        self._info = await self._start_child(self._as_before())
+        if not self._loads:
+            self._set_serving(True)
         self._supervisor = asyncio.create_task(self._supervise())
         self._supervisor.add_done_callback(self._supervision_ended)
 
@@ -236,6 +237,10 @@ class ProcessClient:
         modules = tuple(module for module in lora.lora_modules if module.name != name)
         self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
 
+    def note_weights(self, path: str) -> None:
+        """The weights that the next process takes."""
+        self._weights_path = str(find_weights(path, self._settings.model.weights_dirs))
+
     def hand_back_waiting(self, reason: str) -> None:
         """Give up requests that have no outputs, so that another engine can take them."""
         for request_id, request in list(self._requests.items()):
@@ -273,7 +278,7 @@ class ProcessClient:
 
     async def update_weights(self, path: str) -> ControlReply:
         reply = await self._control(ControlKind.UPDATE_WEIGHTS, path)
-        self._weights_path = str(find_weights(path, self._settings.model.weights_dirs))
+        self.note_weights(path)
         return reply
 
     async def sleep(self, mode: PauseMode) -> None:
@@ -420,7 +425,8 @@ class ProcessClient:
     # Life after life
 
     async def _supervise(self) -> None:
-        num_in_a_row, is_first = 0, True
+        # One that joins others has adapters to load before it serves.
+        num_in_a_row, is_first = 0, self._is_serving
         while True:
             assert self._child is not None
             begin = time.monotonic()
@@ -516,20 +522,21 @@ class ProcessClient:
 
     def _as_before(self) -> EngineSettings:
         """The same sizes again: requests were let in by them."""
-        assert self._info is not None
-        settings = self._settings
-        model = replace(settings.model, max_model_len=self._info.max_model_len)
+        settings, info, model = self._settings, self._info, self._settings.model
         if self._weights_path is not None:
+            own = model.model if info is None else info.model_path
             model = replace(
                 model,
                 model=self._weights_path,
                 load_format="auto",
-                tokenizer=model.tokenizer or self._info.model_path,
+                tokenizer=model.tokenizer or own,
             )
+        if info is None:
+            return replace(settings, model=model)
         return replace(
             settings,
-            model=model,
-            cache=replace(settings.cache, num_gpu_blocks_override=self._info.num_pages),
+            model=replace(model, max_model_len=info.max_model_len),
+            cache=replace(settings.cache, num_gpu_blocks_override=info.num_pages),
         )
 
     async def _resume(self, child: Child, *, is_first: bool) -> None:

@@ -16,6 +16,7 @@ from manyroots.engine.child import Child
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError
 from manyroots.gateway.replica_set import OnLife, OnPages, ReplicaSet
+from manyroots.gateway.scaling import ScaleOptions
 from manyroots.process.progress import Progress
 from manyroots.routing.router import RoutingPolicy
 
@@ -31,6 +32,12 @@ class ReplicaOptions:
     policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT
     max_restarts: int = 0
     silence_s: float = 60.0
+    scale: ScaleOptions | None = None
+    """None: the number of replicas stays."""
+
+    @property
+    def max_replicas(self) -> int:
+        return self.num_replicas if self.scale is None else self.scale.max_replicas
 
 
 def local_replicas(
@@ -39,7 +46,7 @@ def local_replicas(
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> ReplicaSet:
     """Engines of this machine with the same settings, not started yet."""
-    devices = _devices(settings, options.num_replicas)
+    devices = _devices(settings, options.max_replicas)
     return make_replicas(
         settings,
         options,
@@ -79,6 +86,7 @@ def make_replicas(
         policy=options.policy,
         max_cpu_loras=settings.lora.max_cpu_loras,
         silence_s=options.silence_s,
+        scale=options.scale,
     )
 
 

@@ -3,6 +3,10 @@
 The router chooses the replica of each request. If a replica dies, its requests that have streamed
 nothing go to another one; those that have streamed end with the reason. Adapters are loaded on all
 replicas before a load returns, and a replica that was down meanwhile loads them before it serves.
+
+Replicas come and go while requests run: `restart` renews one after the other, and the autoscaler
+adds and removes some (`scaling.py`). A replica that leaves gets no new requests and ends when its
+last one has ended.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from manyroots.engine.client import EngineDiedError, EngineWatch, PauseMode
 from manyroots.engine.process_client import ProcessClient
-from manyroots.errors import NotFoundError, UnavailableError
+from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.gateway.merged import merged_info, merged_stats
+from manyroots.gateway.scaling import ScaleOptions, Scaling
 from manyroots.gateway.session import current_session
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.messages import (
@@ -34,6 +39,7 @@ from manyroots.messages import (
     Submit,
 )
 from manyroots.process.progress import Progress
+from manyroots.routing.autoscaler import ReplicaLoad
 from manyroots.routing.prompt_hashes import PromptHasher
 from manyroots.routing.router import ReplicaLimits, Router, RouteRequest, RoutingPolicy
 from manyroots.snapshot import ReplicaView, Snapshot
@@ -63,21 +69,29 @@ class ReplicaSet:
         num_replicas: int,
         make_client: MakeClient,
         *,
+        scale: ScaleOptions | None = None,
         policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT,
         max_cpu_loras: int = 0,
         silence_s: float = 60.0,
     ) -> None:
-        """`silence_s`: a replica with requests that says nothing for so long is drained."""
+        """`num_replicas` start at once; with `scale`, more are added when they are needed.
+        `silence_s`: a replica with requests that says nothing for so long is drained."""
         self._policy = policy
         self._max_cpu_loras = max_cpu_loras
         self._silence_s = silence_s
+        self._scale = scale
+        most = num_replicas if scale is None else scale.max_replicas
         self._clients = [
             make_client(number, self._life_of(number), self._pages_of(number))
-            for number in range(num_replicas)
+            for number in range(most)
         ]
-        self._is_up = [False] * num_replicas
-        self._is_drained = [False] * num_replicas
-        self._num_given = [0] * num_replicas
+        self._is_member = [number < num_replicas for number in range(most)]
+        """Others are not started, or have left."""
+        self._is_up = [False] * most
+        self._is_drained = [False] * most
+        self._is_leaving = [False] * most
+        """Gets no new requests, because it is about to end."""
+        self._num_given = [0] * most
         self._ids = itertools.count(1)
         self._owners: dict[RequestId, int] = {}
         self._digests: dict[AdapterName, AdapterDigest] = {}
@@ -87,7 +101,12 @@ class ReplicaSet:
         self._info: EngineInfo | None = None
         self._changing = asyncio.Lock()
         """Held while adapters are loaded or unloaded, so that all replicas see one order."""
-        self._monitor: asyncio.Task[None] | None = None
+        self._monitors: list[asyncio.Task[None]] = []
+        self._over: asyncio.Future[str] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
+        """Of the members, each until it is dead for good."""
+        self._moving = asyncio.Lock()
+        """Held while replicas are added, removed or restarted, or are all told one thing."""
         self.num_rerouted = 0
         """Requests that went to another replica because theirs had died."""
 
@@ -105,7 +124,13 @@ class ReplicaSet:
 
     @property
     def is_over(self) -> bool:
-        return all(client.is_over for client in self._clients)
+        return all(client.is_over for client in self._members)
+
+    @property
+    def _members(self) -> list[ProcessClient]:
+        return [
+            client for client, is_in in zip(self._clients, self._is_member, strict=True) if is_in
+        ]
 
     @property
     def progress(self) -> Progress | None:
@@ -121,26 +146,47 @@ class ReplicaSet:
 
     @property
     def is_paused(self) -> bool:
-        return any(client.is_paused for client in self._clients)
+        """A replica that leaves pauses on its own account."""
+        return any(
+            client.is_paused
+            for number, client in enumerate(self._clients)
+            if self._is_member[number] and not self._is_leaving[number]
+        )
 
     @property
     def is_asleep(self) -> bool:
-        return all(client.is_asleep for client in self._clients)
+        return all(client.is_asleep for client in self._members)
 
     @property
     def replicas(self) -> list[ReplicaView]:
+        """Those that serve or are to serve."""
         return [
             ReplicaView(
                 number=number,
                 is_up=client.is_alive,
                 is_drained=self._is_drained[number],
+                is_leaving=self._is_leaving[number],
                 num_open=0 if self._router is None else self._router.num_open[number],
                 num_requests=self._num_given[number],
                 num_restarts=client.num_restarts,
                 pid=client.pid,
             )
             for number, client in enumerate(self._clients)
+            if self._is_member[number]
         ]
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What the autoscaler decides by. A replica that is being started counts."""
+        assert self._router is not None
+        return ReplicaLoad(
+            num_replicas=sum(
+                is_in and not client.is_over
+                for is_in, client in zip(self._is_member, self._clients, strict=True)
+            ),
+            num_requests=sum(self._router.num_open),
+            num_adapters=len(self._router.open_adapters),
+        )
 
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
@@ -148,8 +194,9 @@ class ReplicaSet:
     # Life
 
     async def start(self) -> None:
-        await asyncio.gather(*(client.start() for client in self._clients))
-        infos = [client.info for client in self._clients]
+        self._over = asyncio.get_running_loop().create_future()
+        await asyncio.gather(*(client.start() for client in self._members))
+        infos = [client.info for client in self._members]
         self._info = merged_info(infos)
         self._hasher = PromptHasher(infos[0].page_identity, infos[0].page_size)
         self._router = Router(
@@ -162,24 +209,138 @@ class ReplicaSet:
             ),
             policy=self._policy,
         )
-        for number, is_up in enumerate(self._is_up):
-            self._router.set_up(number, is_up=is_up)
-        self._monitor = asyncio.create_task(self._watch_silence())
+        for number, client in enumerate(self._clients):
+            self._set_given(number)
+            if self._is_member[number]:
+                self._watch_end(client)
+        self._monitors = [asyncio.create_task(self._watch_silence())]
+        if self._scale is not None:
+            scaling = Scaling(self, self._scale, infos[0])
+            self._monitors.append(asyncio.create_task(scaling.run()))
+
+    def _watch_end(self, client: ProcessClient) -> None:
+        """The set is over when its last member is."""
+
+        async def wait() -> None:
+            reason = await client.wait_until_over()
+            if self.is_over and self._over is not None and not self._over.done():
+                self._over.set_result(reason)
+
+        watch = asyncio.create_task(wait())
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
 
     async def wait_until_over(self) -> str:
-        return (await asyncio.gather(*(c.wait_until_over() for c in self._clients)))[-1]
+        assert self._over is not None
+        return await asyncio.shield(self._over)
 
     async def close(self) -> None:
-        if self._monitor is not None:
-            self._monitor.cancel()
+        for monitor in self._monitors:
+            monitor.cancel()
+        await asyncio.gather(*self._monitors, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in self._clients))
+        for watch in self._watches:
+            watch.cancel()
+
+    # Replicas that come and go
+
+    async def restart(self) -> int:
+        """Renew all replicas, one after the other; gives how many. No request fails: a replica
+        ends when its last request has ended, and requests go to the others meanwhile."""
+        if len(self._members) < 2:
+            raise RequestError(
+                "One replica can't be restarted without refusing requests; start the server with "
+                "--replicas 2 or more.",
+                field=None,
+            )
+        async with self._moving:
+            numbers = [number for number, is_in in enumerate(self._is_member) if is_in]
+            for number in numbers:
+                logger.info("restarting replica %d", number)
+                async with self._leaving(number) as has_left:
+                    if has_left:
+                        await self._clients[number].wake()
+            return len(numbers)
+
+    async def add(self, count: int) -> None:
+        """Start so many replicas more; returns when they serve."""
+        async with self._moving:
+            free = [
+                number
+                for number, is_in in enumerate(self._is_member)
+                if not is_in or self._clients[number].is_over
+            ]
+            started = (self._add(number) for number in free[:count])
+            results = await asyncio.gather(*started, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _add(self, number: int) -> None:
+        client = self._clients[number]
+        logger.info("adding replica %d", number)
+        self._is_member[number] = True
+        try:
+            if client.is_asleep:
+                await client.wake()
+            else:
+                await client.start()
+                self._watch_end(client)
+                while not client.is_alive and not client.is_over:
+                    await asyncio.sleep(WAIT_S)
+        except BaseException:
+            self._is_member[number] = False
+            await client.close()
+            raise
+
+    async def remove(self, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """End the replica with the fewest requests when they have ended; returns then. It stays
+        if it is needed again before that."""
+        async with self._moving:
+            assert self._router is not None
+            num_open = self._router.num_open
+            members = [number for number, is_in in enumerate(self._is_member) if is_in]
+            number = min(members, key=lambda number: (num_open[number], -number))
+            logger.info("removing replica %d", number)
+            async with self._leaving(number, is_needed) as has_left:
+                self._is_member[number] = not has_left
+
+    @asynccontextmanager
+    async def _leaving(
+        self, number: int, is_needed: Callable[[], bool] = lambda: False
+    ) -> AsyncIterator[bool]:
+        """Give a replica no more requests, and end its process when those that it has are over.
+        False if it has to stay, or died by itself and is another process now."""
+        client = self._clients[number]
+        self._is_leaving[number] = True
+        self._set_given(number)
+        try:
+            yield await self._let_go(number, client, is_needed)
+        finally:
+            self._is_leaving[number] = False
+            self._set_given(number)
+
+    async def _let_go(
+        self, number: int, client: ProcessClient, is_needed: Callable[[], bool]
+    ) -> bool:
+        assert self._router is not None
+        # Others must be there for new requests.
+        while self._router.num_open[number] or not self._router.num_up:
+            if not client.is_alive or is_needed():
+                return False
+            await asyncio.sleep(WAIT_S)
+        try:
+            await client.sleep(PauseMode.WAIT)
+        except UnavailableError:
+            return False
+        return True
 
     def _life_of(self, number: int) -> Callable[[bool], None]:
         def tell(is_serving: bool) -> None:
             self._is_up[number] = is_serving
             self._is_drained[number] = False
             if self._router is not None:
-                self._router.set_up(number, is_up=is_serving)
+                self._set_given(number)
                 if not is_serving:
                     self._router.lost(number)
 
@@ -215,16 +376,19 @@ class ReplicaSet:
                 )
                 if is_silent and not self._is_drained[number]:
                     logger.warning("replica %d says nothing: it is drained", number)
-                    self._set_drained(number, True)
+                    self._is_drained[number] = True
+                    self._set_given(number)
                     client.hand_back_waiting(f"replica {number} does not answer")
                 elif self._is_drained[number] and now - client.heard_at <= self._silence_s:
                     logger.info("replica %d answers again", number)
-                    self._set_drained(number, False)
+                    self._is_drained[number] = False
+                    self._set_given(number)
 
-    def _set_drained(self, number: int, is_drained: bool) -> None:
+    def _set_given(self, number: int) -> None:
+        """Tell the router whether a replica is given requests."""
         assert self._router is not None
-        self._is_drained[number] = is_drained
-        self._router.set_up(number, is_up=self._is_up[number] and not is_drained)
+        is_held = self._is_drained[number] or self._is_leaving[number]
+        self._router.set_up(number, is_up=self._is_up[number] and not is_held)
 
     # Requests
 
@@ -367,7 +531,11 @@ class ReplicaSet:
         await self._all(lambda client: client.resume())
 
     async def update_weights(self, path: str) -> ControlReply:
-        return _total(await self._all(lambda client: client.update_weights(path)))
+        reply = _total(await self._all(lambda client: client.update_weights(path)))
+        for client in self._clients:
+            if not client.is_alive:
+                client.note_weights(path)
+        return reply
 
     async def sleep(self, mode: PauseMode) -> None:
         await self._all(lambda client: client.sleep(mode))
@@ -377,7 +545,8 @@ class ReplicaSet:
 
     async def _all(self, ask: Callable[[ProcessClient], Awaitable[T]]) -> list[T]:
         """Of every replica; the first error is raised when all have answered."""
-        results = await asyncio.gather(*map(ask, self._clients), return_exceptions=True)
+        async with self._moving:
+            results = await asyncio.gather(*map(ask, self._members), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result

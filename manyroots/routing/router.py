@@ -86,6 +86,7 @@ class _Open:
 
     replica: int
     num_new_tokens: int
+    adapter: str | None
     num_ahead: int
     """Prompt tokens until its first token, its own included."""
     expected: list[int]
@@ -135,6 +136,8 @@ class Router:
         self.is_up = [True] * num_replicas
         self.num_up = num_replicas
         self.num_open = [0] * num_replicas
+        self.open_adapters: dict[str, int] = {}
+        """Requests under way, by adapter."""
         self._num_queued_tokens = [0] * num_replicas
         """Prompt tokens of requests without a first token."""
         self._measured_s = [self.costs.token_s] * num_replicas
@@ -237,7 +240,9 @@ class Router:
         num_new = request.num_tokens - self.limits.page_size * num_known
         self._num_queued_tokens[replica] += num_new
         num_ahead = self._num_queued_tokens[replica]
-        self._open[request_id] = _Open(replica, num_new, num_ahead, expected)
+        self._open[request_id] = _Open(replica, num_new, request.adapter, num_ahead, expected)
+        if request.adapter is not None:
+            self.open_adapters[request.adapter] = self.open_adapters.get(request.adapter, 0) + 1
         self.num_open[replica] += 1
         self._weight /= _EVEN
         self._work[replica] += self._weight * num_new
@@ -277,6 +282,10 @@ class Router:
         if not mine.has_begun:
             self._settle(mine)
         self.num_open[mine.replica] -= 1
+        if mine.adapter is not None:
+            self.open_adapters[mine.adapter] -= 1
+            if not self.open_adapters[mine.adapter]:
+                del self.open_adapters[mine.adapter]
         self._refresh(mine.replica)
 
     def _settle(self, mine: _Open) -> None:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.adapter_server import MODEL, AdapterServer, cached, completion, serving, tokens
+from tests.e2e.adapter_server import (
+    ADMIN,
+    MODEL,
+    AdapterServer,
+    cached,
+    completion,
+    serving,
+    tokens,
+)
 from tests.e2e.conftest import HEADERS
 from tests.helpers.adapter_folders import Recipe
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.replica_load import Asked, StreamLoad
 from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
 
 PROMPT = [(7 * i) % 290 + 5 for i in range(40)]
@@ -32,13 +38,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
 
 @pytest.fixture(scope="module")
 def served(tiny: TinyAdapters) -> Iterator[AdapterServer]:
-    flags: dict[str, Any] = {"replicas": NUM_REPLICAS, "max-engine-restarts": 20}
+    flags: dict[str, Any] = {
+        "replicas": NUM_REPLICAS,
+        "max-engine-restarts": 20,
+        "replica-silence-s": 4,
+    }
     with serving(tiny, f"all={tiny.path('all')}", f"few={tiny.path('few')}", **flags) as server:
         yield server
 
 
-def replicas_up(served: AdapterServer) -> int:
-    return int(served.server.metric("manyroots:replicas_up"))
+def replicas(served: AdapterServer) -> list[dict[str, Any]]:
+    answer = served.client.get("/v1/replicas", headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    listed: list[dict[str, Any]] = answer.json()["data"]
+    return listed
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_m01_m02_replicas_answer_as_one_engine_and_reuse_what_one_of_them_has(
@@ -59,16 +79,16 @@ def test_m01_m02_replicas_answer_as_one_engine_and_reuse_what_one_of_them_has(
 
 
 def test_m01_load_is_spread_over_all_replicas(served: AdapterServer) -> None:
-    before = steps_by_replica(served)
+    before = requests_by_replica(served)
     prompts = [[(i * j) % 290 + 5 for j in range(30)] for i in range(2, 26)]
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda prompt: served.complete(MODEL, prompt, 16), prompts))
     assert all(answer.status_code == 200 for answer in answers)
-    after = steps_by_replica(served)
+    after = requests_by_replica(served)
     assert all(after[number] > before.get(number, 0) for number in after), (before, after)
 
 
-def steps_by_replica(served: AdapterServer) -> dict[str, float]:
+def requests_by_replica(served: AdapterServer) -> dict[str, float]:
     found = {}
     for line in served.server.get("/metrics").text.splitlines():
         if line.startswith("manyroots:replica_requests_total{"):
@@ -106,93 +126,123 @@ def test_m04_an_adapter_that_one_replica_cannot_load_is_loaded_on_none(
     assert "broken" not in served.names()
 
 
-def test_m03_requests_of_a_killed_replica_are_answered_or_end_with_a_clear_error(
+def loaded(served: AdapterServer, tiny: TinyAdapters, **more: Any) -> StreamLoad:
+    """Streams of the base model and of an adapter."""
+    asked = [
+        Asked(completion(adapter or MODEL, PROMPT, 40), tiny.greedy(PROMPT, adapter, 40))
+        for adapter in (None, "all")
+    ]
+    return StreamLoad(served.server.url, HEADERS, asked, **more)
+
+
+def test_m03_m04_requests_of_a_killed_replica_are_answered_or_end_with_a_clear_error(
     served: AdapterServer, tiny: TinyAdapters
 ) -> None:
-    """Each answer is complete and right. A stream that had begun says why it ends."""
-    expected = {name: tiny.greedy(PROMPT, name, 40) for name in (None, "all")}
-    wrong: list[str] = []
-    counts = {"whole": 0, "cut": 0, "refused": 0}
-    stop = threading.Event()
-
-    def ask(number: int) -> None:
-        adapter = (None, "all")[number % 2]
-        body = completion(adapter or MODEL, PROMPT, 40) | {"stream": True}
-        while not stop.is_set():
-            got: list[int] = []
-            error, status = None, 0
-            with served.client.stream(
-                "POST", "/v1/completions", json=body, headers=HEADERS
-            ) as reply:
-                status = reply.status_code
-                for line in reply.iter_lines():
-                    if line.startswith("data: {"):
-                        event = json.loads(line[6:])
-                        if "error" in event:
-                            error = event["error"]["message"]
-                        else:
-                            got += event["choices"][0].get("token_ids") or []
-            if status != 200:
-                counts["refused"] += 1
-                wrong.append(f"status {status}")
-            elif error is not None:
-                counts["cut"] += 1
-                if not got or "killed by SIGKILL" not in error:
-                    wrong.append(f"{len(got)} tokens, then {error}")
-            else:
-                counts["whole"] += 1
-                if got != expected[adapter]:
-                    wrong.append(f"{got}")
-
-    with ThreadPoolExecutor(8) as pool:
-        work = [pool.submit(ask, number) for number in range(8)]
-        try:
-            for _ in range(2):
-                served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
-                wait_for_more(counts, 8)
-                os.kill(served.server.children()[0], signal.SIGKILL)
-                served.server.wait_for("manyroots:replicas_up", lambda up: up < NUM_REPLICAS)
-                wait_for_more(counts, 8)
-        finally:
-            stop.set()
-        for each in work:
-            each.result(PATIENCE_S)
-    assert not wrong, (wrong, counts)
-    served.server.wait_for("manyroots:replicas_up", lambda value: value == NUM_REPLICAS)
-    assert tokens(served.complete("all", PROMPT, 40)) == expected["all"]
-
-
-def wait_for_more(counts: dict[str, int], number: int) -> None:
-    """Until so many more requests have been answered whole."""
-    goal, deadline = counts["whole"] + number, time.monotonic() + PATIENCE_S
-    while counts["whole"] < goal:
-        assert time.monotonic() < deadline, counts
-        time.sleep(0.02)
-
-
-def test_m03_m04_a_replica_that_was_down_during_a_load_has_it_when_it_serves(
-    served: AdapterServer, tiny: TinyAdapters
-) -> None:
-    os.kill(served.server.children()[0], signal.SIGKILL)
-    served.server.wait_for("manyroots:replicas_up", lambda value: value < NUM_REPLICAS)
-    assert served.load("later", tiny.path("stable")).status_code == 200
-    served.server.wait_for("manyroots:replicas_up", lambda value: value == NUM_REPLICAS)
+    """Each answer is complete and right. A stream that had begun says why it ends. A replica that
+    was down during a load has the adapter when it serves again."""
+    with loaded(served, tiny, errors=["killed by SIGKILL"]) as load:
+        load.wait_for_more(8)
+        os.kill(served.server.children()[0], signal.SIGKILL)
+        served.server.wait_for("manyroots:replicas_up", lambda up: up < NUM_REPLICAS)
+        assert served.load("later", tiny.path("stable")).status_code == 200
+        load.wait_for_more(8)
+        served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
+    assert not load.wrong, (load.wrong, load.counts)
     expected = tiny.greedy(PROMPT, "stable", 8)
-    prompts = [PROMPT] * 12
     with ThreadPoolExecutor(12) as pool:
-        got = list(pool.map(lambda prompt: tokens(served.complete("later", prompt)), prompts))
+        got = list(pool.map(lambda _: tokens(served.complete("later", PROMPT)), range(12)))
     assert got == [expected] * 12
-    assert served.unload("later").status_code == 200
+
+
+def test_m01_m03_a_rolling_restart_renews_all_engines_and_fails_no_request(
+    served: AdapterServer, tiny: TinyAdapters
+) -> None:
+    served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
+    assert served.load("kept", tiny.path("stable")).status_code == 200
+    before = served.server.children()
+    with loaded(served, tiny, num_callers=3) as load:
+        load.wait_for_more(3)
+        answer = served.post("/v1/replicas/restart", {}, ADMIN)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["message"] == "3 replicas restarted"
+        load.wait_for_more(4)
+    assert not load.wrong, (load.wrong, load.counts)
+    assert not load.counts["cut"]
+    after = served.server.children()
+    assert len(after) == NUM_REPLICAS
+    assert not set(before) & set(after)
+    # What was loaded while the server ran is on all new engines.
+    with ThreadPoolExecutor(12) as pool:
+        prompts = [[*PROMPT, 5 + i] for i in range(12)]
+        answers = list(pool.map(lambda prompt: served.complete("kept", prompt), prompts))
+    assert [answer.status_code for answer in answers] == [200] * 12
+    assert served.unload("kept").status_code == 200
+
+
+def test_m03_a_replica_that_says_nothing_is_drained_until_it_answers(
+    served: AdapterServer, tiny: TinyAdapters
+) -> None:
+    """A request without output is answered by another replica. A stream that had begun goes on
+    when its replica does."""
+    served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
+    prompt = [*PROMPT, 17, 18, 19]
+    given = requests_by_replica(served)
+    expected = tiny.greedy(prompt, None, 60)
+    assert tokens(served.complete(MODEL, prompt, 60)) == expected
+    [number] = [n for n, count in requests_by_replica(served).items() if count > given[n]]
+    pid = next(r["pid"] for r in replicas(served) if str(r["number"]) == number)
+    stream = served.stream(completion(MODEL, prompt, 60))
+    got = next(stream)["choices"][0]["token_ids"]
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        # The replica that has the prompt is chosen, and does not answer.
+        assert tokens(served.complete(MODEL, prompt, 60)) == expected
+        assert [r["number"] for r in replicas(served) if r["is_drained"]] == [int(number)]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for event in stream:
+        got += event["choices"][0].get("token_ids") or []
+    assert got == expected
+    served.server.wait_for("manyroots:replicas_drained", lambda value: value == 0)
+    assert tokens(served.complete(MODEL, prompt, 60)) == expected
 
 
 def test_m01_the_server_says_how_its_replicas_are(served: AdapterServer) -> None:
-    answer = httpx.get(
-        served.server.url + "/v1/replicas",
-        headers={"authorization": "Bearer the-admin"},
-        timeout=PATIENCE_S,
-    )
-    assert answer.status_code == 200, answer.text
-    replicas = answer.json()["data"]
-    assert [replica["number"] for replica in replicas] == [0, 1, 2]
-    assert sorted(replica["pid"] for replica in replicas) == sorted(served.server.children())
-    assert all(replica["is_up"] for replica in replicas)
+    served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
+    listed = replicas(served)
+    assert [replica["number"] for replica in listed] == [0, 1, 2]
+    assert sorted(replica["pid"] for replica in listed) == sorted(served.server.children())
+    assert all(replica["is_up"] for replica in listed)
+
+
+def test_m01_g08_replicas_are_added_for_a_queue_and_for_adapters_and_removed_again(
+    tiny: TinyAdapters,
+) -> None:
+    flags: dict[str, Any] = {
+        "replicas": 1, "max-replicas": 3, "target-ongoing-requests": 3, "upscale-delay-s": 0.2,
+        "downscale-delay-s": 1.0,
+    }  # fmt: skip
+    modules = [f"{name}={tiny.path(name)}" for name in ("all", "few", "stable")]
+    with serving(tiny, *modules, **flags) as served:
+        assert [replica["number"] for replica in replicas(served)] == [0]
+        assert served.load("later", tiny.path("other")).status_code == 200
+        with loaded(served, tiny, num_callers=8) as load:
+            served.server.wait_for("manyroots:replicas_up", lambda up: up == 3)
+            load.wait_for_more(8)
+        assert not load.wrong, (load.wrong, load.counts)
+        # Those that joined have what was loaded before.
+        expected = tiny.greedy(PROMPT, "other", 8)
+        with ThreadPoolExecutor(12) as pool:
+            got = list(pool.map(lambda _: tokens(served.complete("later", PROMPT)), range(12)))
+        assert got == [expected] * 12
+        served.server.wait_for("manyroots:replicas", lambda number: number == 1)
+        wait_until(lambda: len(served.server.children()) == 1)
+        # Three adapters at once do not fit into two slots: one replica more.
+        asked = [
+            Asked(completion(name, PROMPT, 40), tiny.greedy(PROMPT, name, 40))
+            for name in ("all", "few", "stable")
+        ]
+        with StreamLoad(served.server.url, HEADERS, asked, num_callers=3) as load:
+            served.server.wait_for("manyroots:replicas_up", lambda up: up == 2)
+            load.wait_for_more(6)
+        assert not load.wrong, (load.wrong, load.counts)

@@ -1,8 +1,8 @@
 """Attention over paged keys and values, with its projections.
 
-Takes the residual stream, normalised; writes the keys and values of *all* tokens of the step into
-their pages, then attends. The order matters: a step may let one sequence read a page that another
-sequence fills in the same step.
+Takes the normalised residual stream. Writes the keys and values of *all* tokens of the step into
+their pages, then attends. The order matters: a sequence may read a page that another sequence fills
+in the same step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Attention:
     """qkv, its norms and rotation, attention over pages, and o."""
 
     def __init__(self, spec: AttentionSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._dtype = context.kernels, context.shard, context.dtype
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
@@ -60,7 +60,7 @@ class Attention:
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for."""
+        """The only product that reads its input."""
         return self.qkv if self._spec.in_factor == 1.0 else None
 
     def __call__(self, x: NormedRows, layer_kv: Tensor, step: Step) -> DeferredOutput:
@@ -72,7 +72,7 @@ class Attention:
             qkv, gates = self._without_gates(qkv, self._dtype)
         elif self._spec.norm_spans_heads:
             qkv = self._normed_over_heads(qkv)
-        elif self._spec.is_fused:  # adapters, too, have all in one, which the kernel can't expand
+        elif self._spec.is_fused:  # adapters, too, have all in one: the kernel cannot expand it
             qkv = DeferredOutput(qkv.finished(self._kernels))
         metadata = step.memories[self._family]
         q = self._kernels.qk_rope_kv_write.qk_rope_kv_write(
@@ -89,7 +89,8 @@ class Attention:
     def _without_gates(
         self, qkv: DeferredOutput, dtype: torch.dtype
     ) -> tuple[DeferredOutput, Tensor]:
-        """Queries, keys and values alone, and gates [num_tokens, heads, head_dim]."""
+        """Queries, keys and values without the gates, and the gates [num_tokens, heads,
+        head_dim]."""
         heads, dim = self._spec.num_heads, self._spec.memory.head_dim
         by_head = qkv.finished(self._kernels).to(dtype)
         by_head = by_head.view(by_head.shape[0], -1, dim)
@@ -97,14 +98,14 @@ class Attention:
         return DeferredOutput(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
 
     def _normed_over_heads(self, qkv: DeferredOutput) -> DeferredOutput:
-        """Queries and keys, each normalised over its heads on all ranks; values as they are."""
+        """Queries and keys, each normalised over its heads on all ranks; values unchanged."""
         assert self._qk_norms is not None
         dim = self._spec.memory.head_dim
         widths = [self._spec.num_heads * dim, *[self._spec.memory.kv_heads * dim] * 2]
         q, k, v = torch.split(qkv.finished(self._kernels), widths, dim=1)
         both = (q.float(), k.float())
         squares = torch.stack([values.square().sum(1) for values in both])
-        squares = self._shard.add_up(squares)  # of both at once: ranks meet once a layer more
+        squares = self._shard.add_up(squares)  # both at once: one exchange between ranks
         normed = []
         for values, total, norm in zip(both, squares, self._qk_norms, strict=True):
             mean = total[:, None] / (values.shape[1] * self._shard.size)

@@ -4,8 +4,8 @@
     decay = f_b_proj(f_a_proj(x));  gate = g_b_proj(g_a_proj(x));  beta = b_proj(x)
     o_proj(norm(channel_delta(q, k, v, decay, beta)) * sigmoid(gate))
 
-What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
-divide heads; the gates' first products, which are narrow, are whole on each.
+It remembers the convolution's last inputs, and a float32 matrix for each head. Ranks divide the
+heads; the gates' narrow first products are replicated on each rank.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from manyroots.store.adapter_sites import SitePart
 
 PARTS = ("q", "k", "v")
 FORGET = "forget_gate"
-"""The folder of what decays are made of."""
+"""The checkpoint's folder of the decays' weights."""
 
 
 class ChannelDeltaNet:
     """Its products, a convolution, the delta rule, a norm with a gate and o."""
 
     def __init__(self, spec: ChannelDeltaSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         hidden, inner, dim = context.hidden_size, spec.inner, spec.head_dim
@@ -88,7 +88,7 @@ class ChannelDeltaNet:
         return x.reshape(len(x), self._spec.num_heads, self._spec.head_dim)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the mixer `name` go."""
+        """Destinations of a checkpoint's tensors for the mixer `name`."""
         shard, heads = self._shard, self._spec.num_heads
         yield from self.qkvb.weights(name)
         for linear, own in self._named():
@@ -100,7 +100,7 @@ class ChannelDeltaNet:
         yield f"{name}.o_norm.weight", Fill(self._norm)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the mixer `name`."""
+        """The parts of the mixer `name` that adapters may change."""
         yield from self.qkvb.lora_parts(name)
         for linear, own in self._named():
             yield from linear.lora_parts(f"{name}.{own}")
@@ -111,7 +111,7 @@ class ChannelDeltaNet:
             yield linear
 
     def _named(self) -> Iterator[tuple[Linear, str]]:
-        """All products but the first, and what the checkpoint calls them."""
+        """All products but the first, with their names in the checkpoint."""
         yield self.f_a, f"{FORGET}.f_a_proj"
         yield self.f_b, f"{FORGET}.f_b_proj"
         yield self.g_a, "g_a_proj"

@@ -1,7 +1,7 @@
-"""What all layers of one model are made with.
+"""Shared parameters of all layers of one model.
 
-Made once by the decoder. A layer takes from it what it needs and hands it on to its products, so
-that a new property of weights or devices changes no layer's constructor.
+Made once by the decoder. A layer takes what it needs and passes the context to its products, so a
+new property of weights or devices changes no layer's constructor.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from manyroots.layers.weights.formats import PLAIN, WeightFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerContext:
-    """One rank's model, as its layers see it."""
+    """One rank's model, from the point of view of its layers."""
 
     hidden_size: int
     eps: float
-    """Of the norms."""
+    """Epsilon of the norms."""
     norm_offset: float = 0.0
-    """What a checkpoint's norm weights are less."""
+    """Number that is added to a checkpoint's norm weights."""
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
     shard: Shard = WHOLE
     format: WeightFormat = PLAIN
-    """How weights of products are kept."""
+    """The format of products' weights."""
 
     def empty(self, *shape: int) -> Tensor:
-        """Numbers in the model's dtype, to be filled from a checkpoint."""
+        """A tensor in the model's dtype, to be filled from a checkpoint."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     @property
     def unquantized(self) -> LayerContext:
-        """For products whose few numbers decide much: routers, gates and heads."""
+        """For products whose few numbers matter much: routers, gates and heads."""
         kept = self.format.unquantized
         return self if kept is self.format else replace(self, format=kept)

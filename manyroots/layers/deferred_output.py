@@ -1,8 +1,8 @@
-"""A product that its reader finishes, and the norm that most often is that reader.
+"""A product that the next operation completes, which is most often a norm.
 
-What one kernel leaves undone (partial sums of a product, an adapter's second half, the sum over a
-token's experts, a norm of its own) the next one takes in on the way. So pieces of a layer hand on
-a `DeferredOutput` instead of a plain tensor.
+One kernel may leave work to the next: partial sums of a product, an adapter's expand, the sum over
+a token's experts, a norm of the output. Parts of a layer therefore pass on a `DeferredOutput`
+instead of a plain tensor.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_ops.sites import LoraTerm
 
 MANY_ROWS, MANY_RANKS = 128, 16
-"""Beyond so many rows, or so high a rank, a reader with one program per row would read too much, an
-adapter for each row; it is expanded on its own instead."""
+"""With more rows or a higher rank, a kernel with one program per row would read an adapter for each
+row, which is too much. The adapter is then expanded by a separate kernel."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredOutput:
-    """What a mixer or a feed-forward block gives."""
+    """The output of a mixer or a feed-forward block."""
 
     sums: Tensor
     """[num_tokens, n], or partial sums [splits, num_tokens, n]."""
     lora: LoraTerm | None = None
-    """What adapters add, not yet expanded."""
+    """The adapters' addition, not yet expanded."""
     post: Tensor | None = None
-    """The weight of a norm that is applied before it is added to anything."""
+    """The weight of a norm that is applied before the output is added to anything."""
     factor: float = 1.0
-    """What it is multiplied with before it is added to anything."""
+    """A factor that is applied before the output is added to anything."""
 
     def finished(self, kernels: Kernels) -> Tensor:
         """Partial sums added up and adapters expanded, [num_tokens, n]; not yet normalised."""
@@ -47,15 +47,15 @@ class DeferredOutput:
         return whole
 
     def with_factor(self, factor: float) -> DeferredOutput:
-        """Itself where that changes nothing, as in most models: it is a part of every step."""
+        """Returns itself if the factor changes nothing, as in most models."""
         return self if factor == self.factor else replace(self, factor=factor)
 
     def rows(self, at: Tensor, kernels: Kernels) -> DeferredOutput:
-        """Of some tokens alone."""
+        """The output of some tokens only."""
         return replace(self, sums=self.finished(kernels)[at], lora=None)
 
     def for_many(self, kernels: Kernels) -> DeferredOutput:
-        """With its adapters' part if it has many rows."""
+        """With its adapters' part added if it has many rows."""
         num_rows = self.sums.shape[-2]
         if self.lora is None:
             return self
@@ -64,7 +64,7 @@ class DeferredOutput:
         return replace(self, sums=self.finished(kernels), lora=None)
 
     def over_ranks(self, shard: Shard, kernels: Kernels, dtype: torch.dtype) -> DeferredOutput:
-        """The sum over ranks that each have a part of the inner dimension."""
+        """The sum over ranks, each of which has a part of the inner dimension."""
         if shard.is_whole:
             return self
         whole = self.finished(kernels).to(dtype)
@@ -72,7 +72,7 @@ class DeferredOutput:
 
 
 def sum_of(products: Sequence[DeferredOutput], kernels: Kernels) -> DeferredOutput:
-    """Of what several mixers give of one input."""
+    """The sum of several mixers' outputs for one input."""
     if len(products) == 1:
         return products[0]
     total = None

@@ -1,11 +1,11 @@
-"""The gated delta net: a linear attention whose state every token corrects.
+"""The gated delta net: linear attention in which each token corrects the state.
 
     q, k, v, z, b, a = in_proj(x)
     q, k, v = silu(conv(q, k, v))
     out_proj(norm(gated_delta(q, k, v, decay=a, beta=b)) * silu(z))
 
-What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
-divide key heads, each with the value heads that read it.
+It remembers the convolution's last inputs, and a float32 matrix for each head. Ranks divide key
+heads, each with the value heads that read it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GatedDeltaNet:
     """The projections as one product, a convolution, the delta rule, a gated norm and out_proj."""
 
     def __init__(self, spec: DeltaSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its. Its norm's
-        weights are whole whatever the offset of the others."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step. Its norm's
+        weights have no offset, whatever that of the other norms."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         heads = spec.num_heads
@@ -64,7 +64,7 @@ class GatedDeltaNet:
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for."""
+        """The only product that reads its input."""
         return self.in_proj
 
     def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
@@ -83,13 +83,13 @@ class GatedDeltaNet:
         return self.out_proj(normed.flatten(1), step)
 
     def _parts(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Views of a product: what the convolution takes, in groups of channels; then gates, betas
-        and decays, by key head and each one's heads."""
+        """Views of a product: the convolution's input, in groups of channels; then gates, betas and
+        decays, by key head and its value heads."""
         spec = self._spec
         heads, groups = spec.num_heads, spec.key_heads
         each, value = heads // groups, heads * spec.value_dim
         if spec.is_fused:
-            # A key head's query, key, values and gates lie together; so do its betas and decays.
+            # A key head's query, key, values and gates are adjacent; so are its betas and decays.
             qkvz, ba = torch.split(projected, [spec.channels + value, 2 * heads], dim=1)
             sizes = [spec.channels // groups, value // groups]
             qkv, z = torch.split(_in(qkvz, groups, -1), sizes, dim=2)
@@ -100,8 +100,8 @@ class GatedDeltaNet:
         return qkv, _in(z, groups, each, -1), beta, decay
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values [num_tokens, key heads, ...] of what the convolution gives,
-        whose channels have the order of its input."""
+        """Queries, keys and values [num_tokens, key heads, ...] of the convolution's output, whose
+        channels have the order of its input."""
         spec = self._spec
         groups, each = spec.key_heads, spec.num_heads // spec.key_heads
         sizes = [piece.size for piece in self._pieces]
@@ -113,8 +113,8 @@ class GatedDeltaNet:
         return q, k, _in(v, each, -1)
 
     def _order(self) -> tuple[int, ...]:
-        """Which of a checkpoint's channels each of the convolution's is: all queries come first
-        there, where a fused product has them key head by key head."""
+        """The checkpoint's channel for each channel of the convolution. A checkpoint has all
+        queries first; a fused product orders channels by key head."""
         groups = self._spec.key_heads
         if not self._spec.is_fused:
             return ()
@@ -125,11 +125,11 @@ class GatedDeltaNet:
         return tuple(torch.cat(pieces, dim=1).flatten().tolist())
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the mixer `name` go."""
+        """Destinations of a checkpoint's tensors for the mixer `name`."""
         shard = self._shard
         yield from self.in_proj.weights(name)
         yield from self.out_proj.weights(f"{name}.out_proj")
-        # A checkpoint has it as a convolution of one input channel each.
+        # A checkpoint stores it as a convolution with one input channel each.
         place = self._filter.unsqueeze(1)
         yield (
             f"{name}.conv1d.weight",
@@ -140,7 +140,7 @@ class GatedDeltaNet:
         yield f"{name}.norm.weight", Fill(self._norm)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the mixer `name`."""
+        """The parts of the mixer `name` that adapters may change."""
         yield from self.in_proj.lora_parts(name)
         yield from self.out_proj.lora_parts(f"{name}.out_proj")
 
@@ -149,5 +149,5 @@ class GatedDeltaNet:
 
 
 def _in(x: Tensor, *sizes: int) -> Tensor:
-    """A view with its last dimension in several."""
+    """A view with its last dimension split into several."""
     return x.view(*x.shape[:-1], *sizes)

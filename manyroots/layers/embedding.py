@@ -1,6 +1,6 @@
 """Tokens to vectors at the bottom of a model, vectors to logits at its top.
 
-The two share one weight where the model says so. Knows nothing of sampling.
+The two share one weight if the model ties them. Knows nothing of sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
 class Embedding:
-    """One row per token of the vocabulary; every rank has all of them."""
+    """One row per token of the vocabulary; every rank has all rows."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Embedding:
             TargetKind.EMBEDDING, vocab_size, {"": context.hidden_size}, factor=self._scale
         )
         self.pooled: EmbeddingSite | None = None
-        """Where adapters' weights for it lie; None in a model without adapters."""
+        """The offsets of adapters' weights for it; None in a model without adapters."""
 
     def __call__(self, tokens: Tensor, step: Step) -> Tensor:
         rows = F.embedding(tokens, self.weight)
@@ -54,19 +54,19 @@ class Embedding:
         return rows
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensor for the embedding `name` goes."""
+        """Destination of a checkpoint's tensor for the embedding `name`."""
         yield f"{name}.weight", Fill(self.weight)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the embedding `name`."""
+        """The parts of the embedding `name` that adapters may change."""
         yield from self.site.targets(name)
 
 
 class LmHead:
-    """Scores of a rank's tokens of the vocabulary. `tied_to` lends its weight to tied models.
+    """Logits of a rank's tokens of the vocabulary. Tied models share the weight of `tied_to`.
 
-    An adapter of one of the two is never the other's, tied or not: it adds to a product, and the
-    weight they share stays as it is.
+    An adapter of one never affects the other, tied or not: it adds to a product, and the shared
+    weight is unchanged.
     """
 
     def __init__(
@@ -78,8 +78,7 @@ class LmHead:
         factor: float,
         cap: float,
     ) -> None:
-        """`factor`: what logits are multiplied with. `cap`: logits l become cap * tanh(l / cap); 0:
-        they stay."""
+        """`factor`: multiplies logits. `cap`: logits l become cap * tanh(l / cap); 0: no cap."""
         rows = context.shard.part(vocab_size)
         self._first = rows.start
         self._factor, self._cap = factor, cap
@@ -108,12 +107,12 @@ class LmHead:
         return self._shard.join(own, self._vocab_size)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensor for the head `name` goes; nowhere if it is tied."""
+        """Destination of a checkpoint's tensor for the head `name`; none if it is tied."""
         if not self._is_tied:
             yield from self.product.weights(name)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the head `name`."""
+        """The parts of the head `name` that adapters may change."""
         yield from self.product.lora_parts(name)
 
     def base_rows(self) -> BaseRows:

@@ -5,13 +5,14 @@
     k, v = kv_b_proj(norm(c)), with r in every head's key
     o_proj(attend(q, k, v))
 
-Decoding tokens never expand keys: their queries and what they attended to are multiplied with
-`kv_b_proj` instead. Prompts expand keys and values in pieces, unless few queries make latents
-cheaper. Latents of all tokens of the step are written before any token attends.
+Decoding tokens never expand keys. Instead, their queries and attention outputs are multiplied with
+`kv_b_proj`. Prompts expand keys and values in pieces, unless few queries make latents cheaper.
+Latents of all tokens of the step are written before any token attends.
 
-Adapters of `kv_b_proj` are added in their two factors wherever it is multiplied. So keys of earlier
-tokens have the adapter of the request that reads them, which is the one that wrote them: pages
-belong to one adapter's version. An adapter that starts within a sequence may not change it.
+Adapters of `kv_b_proj` are added in factored form wherever it is multiplied. Keys of earlier tokens
+therefore get the adapter of the request that reads them. It is the same adapter that wrote them,
+because pages belong to one adapter version. An adapter that starts within a sequence may not change
+`kv_b_proj`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class LatentAttention:
     """The two first products, their norms, attention to latents or to expanded keys, and o."""
 
     def __init__(self, spec: LatentSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step."""
         self._spec, self._family = spec, family
         self._kernels, self._dtype = context.kernels, context.dtype
         memory, heads = spec.memory, spec.num_heads
@@ -62,7 +63,7 @@ class LatentAttention:
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for."""
+        """The only product that reads its input."""
         return None if self._q_norm is None else self.first
 
     def __call__(self, x: NormedRows, pages: Tensor, step: Step) -> DeferredOutput:
@@ -75,7 +76,7 @@ class LatentAttention:
         return self.o(self._attended(q, pages, latents, step).flatten(1), step)
 
     def _projected(self, x: NormedRows, step: Step) -> tuple[Tensor, Tensor]:
-        """Queries [tokens, heads, nope + rope], and latents with what is to be rotated."""
+        """Queries [tokens, heads, nope + rope], and latents with their unrotated part."""
         both = self.first(x, step).finished(self._kernels).to(self._dtype)
         if self._q_norm is None:
             q, kv = self.q(x, step), both
@@ -119,7 +120,7 @@ class LatentAttention:
         return kernels.expand_values(attended, weight, spec.nope, adapters)
 
     def _to_keys(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
-        """Prompts, to keys and values that are expanded piece by piece."""
+        """Attend from prompts to keys and values that are expanded piece by piece."""
         kernels, spec = self._kernels.latent, self._spec
         is_whole = len(latents.pieces) == 1
         out = q.new_zeros(*q.shape[:2], spec.value_dim, dtype=torch.float32)
@@ -178,7 +179,7 @@ class LatentAttention:
             yield linear
 
     def _named(self) -> Iterator[tuple[Linear, str]]:
-        """All products but the first, and what the checkpoint calls them."""
+        """All products but the first, with their names in the checkpoint."""
         yield self.q, "q_proj" if self._q_norm is None else "q_b_proj"
         yield self.kv_b, "kv_b_proj"
         yield self.o, "o_proj"

@@ -1,9 +1,9 @@
-"""Products with weights, the one place that multiplies by one.
+"""Products with weights; no other module multiplies by a weight.
 
 Takes activations [num_tokens, in]; gives a `DeferredOutput` of [num_tokens, out]. Several
-projections of one input are kept in one weight, so that they are one product; each is still a
-destination of its own for the loader. Adapters attach here: a product is one site, and `lora_parts`
-says under which names. Knows nothing of what the weights mean.
+projections of one input share one weight and are one product; the loader still sees each as a
+separate destination. Adapters attach here: a product is one site, and `lora_parts` names its parts.
+Knows nothing of what the weights mean.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
 class Linear:
-    """y = x W^T + b, and what adapters add."""
+    """y = x W^T + b, plus the adapters' part."""
 
     def __init__(
         self,
@@ -37,16 +37,16 @@ class Linear:
         side: Side | None,
         pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
     ) -> None:
-        """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
-        which side of them ranks divide. `pieces`: what a projection's output consists of, by its
-        name, where ranks divide that piece by piece."""
+        """`parts`: this rank's width of each projection, by name; "" for a single one. `side`: the
+        side that ranks divide. `pieces`: by projection name, the pieces of its output, if ranks
+        divide it piece by piece."""
         out_features = sum(parts.values())
         data = context.format.matrix(out_features, in_features, context.dtype, context.device)
         self.weight = Weight(data, context.dtype, context.format)
         self.bias = context.empty(out_features) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces, side=side)
         self.pooled: LinearSite | None = None
-        """Where adapters' weights for it lie; None in a model without adapters."""
+        """The offsets of adapters' weights for it; None in a model without adapters."""
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)
@@ -59,7 +59,7 @@ class Linear:
         return self.of(x, step.lora)
 
     def of(self, x: NormedRows, lora: LoraRows | None) -> DeferredOutput:
-        """The product of rows that need not be the step's tokens, and have these adapters."""
+        """The product of rows with these adapters; rows need not be the step's tokens."""
         rows = None if self.pooled is None else lora
         kernels, weight = self._kernels, self.weight
         if isinstance(x, DeferredRMSNorm) or self._is_own(
@@ -74,24 +74,23 @@ class Linear:
         return DeferredOutput(sums, kernels.lora_ops.shrink(values_of(x), self.pooled, rows))
 
     def takes_deferred_norm(self, num_rows: int) -> bool:
-        """Whether it can read rows, some of them with adapters, of which a norm left the division
-        to it."""
+        """Whether it can read undivided rows of a norm, some of them with adapters."""
         return self._is_own(num_rows, has_adapters=self.pooled is not None)
 
     def form(self, num_rows: int) -> Fp8Form | None:
-        """What it wants so many rows in, if not as they are."""
+        """The form in which it reads this many rows, if not unchanged."""
         weight, keeps = self.weight, self.pooled is not None
         return weight.format.row_form(
             weight.operand, num_rows, weight.dtype, self._kernels, keeps_values=keeps
         )
 
     def _is_own(self, num_rows: int, *, has_adapters: bool) -> bool:
-        """Whether the kernel set has a product for this, or the library computes it."""
+        """Whether the kernel set computes this product; otherwise the library does."""
         return self._kernels.gemm.is_for(num_rows, self.weight.operand, has_adapters=has_adapters)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the projection `name` go, or for those in the folder
-        `name`."""
+        """Destinations of a checkpoint's tensors for the projection `name`, or for those in the
+        folder `name`."""
         for part, rows in self._rows.items():
             own = f"{name}.{part}" if part else name
             pieces = self._pieces.get(part, ())
@@ -106,5 +105,5 @@ class Linear:
                 yield f"{own}.bias", Fill(self.bias[rows], cut, self._shard, pieces=pieces)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of it."""
+        """The parts of it that adapters may change."""
         yield from self.site.targets(name)

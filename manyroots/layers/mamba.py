@@ -1,11 +1,11 @@
-"""Mamba-2: a scan whose heads decay by steps that the token chooses.
+"""Mamba-2: a scan in which each token chooses its heads' decay.
 
     z, x, b, c, dt = in_proj(input)
     x, b, c = silu(conv(x, b, c))
     out_proj(norm(scan(x, dt, b, c), z))      a norm before the gate or after it, or no norm
 
-What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
-divide heads, and groups where there are several; a norm over all channels is one of all ranks'.
+It remembers the convolution's last inputs, and a float32 matrix for each head. Ranks divide heads,
+and groups if there are several; a norm over all channels spans all ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from manyroots.store.adapter_sites import SitePart
 
 
 class Mamba2:
-    """in_proj, a convolution, the scan, a norm beside a gate, and out_proj."""
+    """in_proj, a convolution, the scan, a norm with a gate, and out_proj."""
 
     def __init__(self, spec: MambaSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         heads, inner = spec.num_heads, spec.inner
         shared = OutputPiece(spec.groups * spec.state_dim, is_whole=spec.shares_group)
         self._pieces = (OutputPiece(inner), shared, shared)
-        """Of the convolution's channels."""
+        """Pieces of the convolution's channels."""
         pieces = (OutputPiece(inner), *self._pieces, OutputPiece(heads))
         self.in_proj = Linear(
             context.hidden_size,
@@ -65,7 +65,7 @@ class Mamba2:
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for."""
+        """The only product that reads its input."""
         return self.in_proj if self._spec.in_factor == 1.0 else None
 
     def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
@@ -107,7 +107,7 @@ class Mamba2:
     def _normed_over_ranks(
         self, read: Tensor, gate: Tensor, weight: Tensor, *, gate_first: bool
     ) -> Tensor:
-        """The mean square is that of all ranks' channels."""
+        """Uses the mean square of all ranks' channels."""
         values, opened = read.float(), F.silu(gate.float())
         if gate_first:
             values = values * opened
@@ -117,11 +117,11 @@ class Mamba2:
         return (values if gate_first else values * opened).to(read.dtype)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the mixer `name` go."""
+        """Destinations of a checkpoint's tensors for the mixer `name`."""
         shard, pieces = self._shard, self._pieces
         yield from self.in_proj.weights(f"{name}.in_proj")
         yield from self.out_proj.weights(f"{name}.out_proj")
-        # A checkpoint has it as a convolution of one input channel each.
+        # A checkpoint stores it as a convolution with one input channel each.
         place = self._filter.unsqueeze(1)
         yield f"{name}.conv1d.weight", Fill(place, 0, shard, pieces=pieces)
         if self._filter_bias is not None:
@@ -133,7 +133,7 @@ class Mamba2:
             yield f"{name}.norm.weight", Fill(self._norm, 0, shard)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the mixer `name`."""
+        """The parts of the mixer `name` that adapters may change."""
         yield from self.in_proj.lora_parts(f"{name}.in_proj")
         yield from self.out_proj.lora_parts(f"{name}.out_proj")
 

@@ -1,9 +1,9 @@
-"""The kinds of memory that mixers have of earlier tokens, each with all that follows from it.
+"""The kinds of memory that mixers have of earlier tokens, with everything that depends on the kind.
 
-A kind says what a unit takes, makes the arena that holds units, and prepares what its layers read
-of a step. Mixers whose memories are equal are one family: their units are given out and taken back
-together. Two sorts of units: a page holds some tokens of a sequence, a state stands for all of
-them. A new kind is a class here, with kernels that read what it prepares.
+A kind defines the bytes of a unit, makes the arena that holds units, and prepares a step for its
+layers. Mixers with equal memories are one family: their units are allocated and freed together.
+There are two sorts of units: a page holds some tokens of a sequence, a state summarises all of
+them. A new kind is a class here, with kernels that read its prepared step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from manyroots.store.arena import Arena, PageArena, PartShape, StateArena, state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRows:
-    """One step's sequences as memories see them: tensors on the device, decoding sequences first.
-    What has a first dimension of families, pages or states, is indexed by a family's place among
-    those of its sort."""
+    """One step's sequences for memories: tensors on the device, decoding sequences first. A first
+    dimension of families counts only families of one sort, pages or states."""
 
     page_tables: Tensor
     """int32 [families of pages, num_seqs, max_pages]"""
     pages: Tensor
-    """int32 [families of pages, num_tokens]: where each token is written."""
+    """int32 [families of pages, num_tokens]: the page of each token."""
     offsets: Tensor
-    """int32 [num_tokens]: and at which place of the page."""
+    """int32 [num_tokens]: the token's offset in the page."""
     units: Tensor | None
     """int32 [families of states, num_seqs]; None if there are none."""
     context_lens: Tensor
@@ -43,41 +42,41 @@ class StepRows:
     order: Tensor | None
     """These five as in `AttentionMetadata`."""
     shared: tuple[Tensor, Tensor, Tensor] | None
-    """What decoding rows share: the fields of `SharedPrefixes`, by family of pages."""
+    """Prefixes that decoding rows share: the fields of `SharedPrefixes`, by family of pages."""
     max_chunk: int
     """The most tokens of one sequence."""
     page_size: int
     is_padded: bool
     prompt_lens: PromptLens | None
-    """What the host knows of sequences that do not decode; None: there are none, or the step is
-    captured."""
+    """Lengths of sequences that do not decode, on the host; None if there are none, or in a
+    captured step."""
 
 
 class Memory(Protocol):
-    """What is asked of every kind. Kinds are frozen and compared by value."""
+    """The interface of every kind. Kinds are frozen and compared by value."""
 
     @property
     def is_paged(self) -> bool:
-        """Whether units are pages, in which each token has a place of its own: then a prompt's
-        tokens may be computed as rows side by side. Else a unit is the state of a sequence."""
+        """Whether units are pages, in which each token has its own slot. A prompt's tokens may then
+        be computed as parallel rows. Otherwise a unit is the state of a sequence."""
 
     @property
     def may_pad_prompts(self) -> bool:
-        """Whether layers compute a step with prompts of which the host knows only the size."""
+        """Whether layers can compute a step with prompts if the host knows only its size."""
 
     @property
     def window(self) -> int | None:
-        """How many tokens a query sees at most, itself included; None: all before it."""
+        """The most tokens that a query sees, including its own; None: all before it."""
 
     def in_dtype(self, dtype: str) -> Memory:
-        """The same with tokens kept in torch's `dtype`, where it keeps tokens."""
+        """The same with tokens stored in torch's `dtype`, if it stores tokens."""
 
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
-        """What one unit takes in so many layers of a model of this dtype."""
+        """Bytes of one unit in this many layers of a model of this dtype."""
 
     def units_read(self, context: float) -> float:
-        """What a decode step reads and writes of it with so many tokens, in units of one token, or
-        in states."""
+        """The units that a decode step with this context reads and writes: one per token, or
+        states."""
 
     def make_arena(
         self,
@@ -87,10 +86,11 @@ class Memory(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Arena:
-        """Room for so many units."""
+        """Memory for this many units."""
 
     def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
-        """What the family's layers read of a step, made once; `place`: among its sort's."""
+        """The input of the family's layers in a step, made once; `place`: the family's index in its
+        sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class KV:
     kv_heads: int
     head_dim: int
     window: int | None
-    """How many tokens a query sees at most, itself included; None: all before it."""
+    """The most tokens that a query sees, including its own; None: all before it."""
     dtype: str | None = None
-    """Torch's name of what they are kept in; None is the model's own."""
+    """Torch's name of the stored dtype; None: the model's own."""
 
     def in_dtype(self, dtype: str) -> KV:
         return KV(self.kv_heads, self.head_dim, self.window, dtype)
@@ -157,14 +157,14 @@ class Latent:
 
     is_paged: ClassVar[bool] = True
     may_pad_prompts: ClassVar[bool] = False
-    """Prompts are cut by their lengths."""
+    """Prompts are split by their lengths."""
     window: ClassVar[None] = None
 
     latent: int
     rope: int
-    """Numbers of either part."""
+    """Sizes of the two parts."""
     dtype: str | None = None
-    """Torch's name of what they are kept in; None is the model's own."""
+    """Torch's name of the stored dtype; None: the model's own."""
 
     def in_dtype(self, dtype: str) -> Latent:
         return Latent(self.latent, self.rope, dtype)
@@ -184,7 +184,7 @@ class Latent:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Arena:
-        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, scales included."""
+        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, including scales."""
         width, kept = self._row(dtype)
         return PageArena(num_units, page_size, num_layers, (page_size, width), kept, device)
 
@@ -199,7 +199,7 @@ class Latent:
         )
 
     def _row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """How many of what a token takes."""
+        """The number and dtype of the elements of one token."""
         kept = kept_in(self.dtype, dtype)
         width = self.latent + self.rope
         return (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
@@ -212,12 +212,12 @@ class StatePart:
     name: str
     shape: tuple[int, ...]
     dtype: str | None
-    """Torch's name of it; None is the model's own."""
+    """Torch's name of the dtype; None: the model's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """One state that stands for all tokens so far."""
+    """One state that summarises all tokens so far."""
 
     is_paged: ClassVar[bool] = False
     may_pad_prompts: ClassVar[bool] = False
@@ -263,6 +263,6 @@ class StateMemory:
 
 
 def kept_in(name: str | None, dtype: torch.dtype) -> torch.dtype:
-    """Torch's dtype of that name; None is the model's own."""
+    """Torch's dtype of that name; None: the model's own."""
     kept: torch.dtype = dtype if name is None else getattr(torch, name)
     return kept

@@ -1,7 +1,7 @@
-"""The ways a layer mixes a token with earlier ones, and which class computes each.
+"""The mixers, by which a layer combines a token with earlier ones, and the class of each.
 
-All are made alike and called alike: with the residual stream, normalised, what they remember, and
-the step. A new one is a spec in `spec.py`, a file here and a line below.
+All have the same constructor and call: the normalised residual stream, their memory and the step. A
+new mixer is a spec in `spec.py`, a file here and a line below.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from manyroots.store.adapter_sites import SitePart
 
 
 class Mixer(Protocol):
-    """What the decoder needs of one."""
+    """The interface that the decoder uses."""
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for; None if there are several."""
+        """The only product that reads its input; None if there are several."""
 
     def __call__(self, x: NormedRows, memory: Any, step: Step) -> DeferredOutput:
-        """`memory`: what its family's arena has for this layer."""
+        """`memory`: this layer's part of its family's arena."""
 
     def weights(self, name: str) -> Fills: ...
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]: ...
@@ -59,6 +59,6 @@ _CLASSES: dict[type[MixerSpec], Any] = {
 
 
 def make_mixer(spec: MixerSpec, family: int, context: LayerContext) -> Mixer:
-    """`family`: which of the step's `memories` is its."""
+    """`family`: the index of its memory in the step's `memories`."""
     mixer: Mixer = _CLASSES[type(spec)](spec, family, context)
     return mixer

@@ -40,7 +40,7 @@ class GatedMLP:
 
     @property
     def reader(self) -> Linear | None:
-        """The one product that its input is for."""
+        """The only product that reads its input."""
         return self.gate_up
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
@@ -60,7 +60,7 @@ class GatedMLP:
         both = self.gate_up(x, step)
         if (
             self._spec.is_fused
-        ):  # adapters, too, have both in one, which the activation can't expand
+        ):  # adapters also have both in one, which the activation cannot expand
             both = DeferredOutput(both.finished(self._kernels))
         elif not self._spec.is_gated:
             ups = both.finished(self._kernels)
@@ -72,12 +72,12 @@ class GatedMLP:
         return self.down(hidden, step).with_factor(self._spec.down_factor)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the block `name` go."""
+        """Destinations of a checkpoint's tensors for the block `name`."""
         yield from self.gate_up.weights(name)
         yield from self.down.weights(f"{name}.{self._down}")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the block `name`."""
+        """The parts of the block `name` that adapters may change."""
         yield from self.gate_up.lora_parts(name)
         yield from self.down.lora_parts(f"{name}.{self._down}")
 

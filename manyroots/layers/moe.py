@@ -1,7 +1,7 @@
-"""The feed-forward block of experts: each token goes through the few that its router chooses.
+"""The feed-forward block of experts: the router chooses a few experts for each token.
 
-Takes [num_tokens, hidden_size], normalised. Every expert is a gated block of its own, but their
-weights are kept stacked, and a step computes them together; see `kernels/fused_moe`.
+Takes [num_tokens, hidden_size], normalised. Every expert is a gated block, but their weights are
+stacked, and a step computes them together; see `kernels/fused_moe`.
 
     x -> router -> pairs of (token, expert)
       -> gate, up -> activation -> down          of each pair, with its expert's weights
@@ -63,7 +63,8 @@ class Experts:
         self.down_site = site(inner, {"down_proj": hidden_size}, Side.INPUT)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
+        """Destinations of a checkpoint's tensors: each expert's three matrices, as views of the
+        stack."""
         inner, shard, data = self._inner, self._context.shard, self.data
         fills, dtype = self._context.format.fills, self._context.dtype
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
@@ -83,18 +84,18 @@ class Experts:
             yield f"{own}.down_proj.bias", Fill(down, shard=shard, is_first_only=True)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change: each projection of all experts is one."""
+        """The parts that adapters may change: each projection of all experts is one part."""
         yield from self.gate_up_site.targets(name)
         yield from self.down_site.targets(name)
 
 
 class SparseMLP:
-    """A router and its experts, in the place of a `GatedMLP`."""
+    """A router and its experts; replaces a `GatedMLP`."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         """`spec` is the rank's own."""
         self._spec, self._kernels = spec, context.kernels
-        # Its bias is added by the choice, which reads the scores anyway.
+        # The choice adds the router's bias, because it reads the scores anyway.
         self.router = Linear(
             context.hidden_size, {"": spec.num_experts}, context.unquantized, bias=False, side=None
         )
@@ -106,11 +107,11 @@ class SparseMLP:
             )
         self.experts = Experts(spec, context)
         self.pooled: tuple[ExpertSite, ExpertSite] | None = None
-        """Where adapters' weights for the experts' two products lie; None without adapters."""
+        """The offsets of adapters' weights for the experts' two products; None without adapters."""
 
     @property
     def reader(self) -> Linear | None:
-        """None: the router and the experts read its input."""
+        """None: both the router and the experts read its input."""
         return None
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
@@ -130,7 +131,7 @@ class SparseMLP:
         return ExpertAdapters(*self.pooled, step.lora)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the block `name` go."""
+        """Destinations of a checkpoint's tensors for the block `name`."""
         router = f"{name}.{self._spec.router}"
         yield from self.router.weights(router)
         if self._router_bias is not None:
@@ -139,7 +140,7 @@ class SparseMLP:
         yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the block `name`."""
+        """The parts of the block `name` that adapters may change."""
         yield from self.router.lora_parts(f"{name}.{self._spec.router}")
         yield from self.experts.lora_parts(f"{name}.experts")
 

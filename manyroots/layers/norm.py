@@ -15,7 +15,7 @@ from manyroots.layers.weights.fill import Fill, Fills
 
 
 class NoNorm:
-    """In the place of an `RMSNorm` whose layer reads the residual stream as it is."""
+    """Replaces an `RMSNorm` in layers that read the residual stream without a norm."""
 
     def __init__(self, context: LayerContext) -> None:
         # The kernel that adds also normalises; the normalised values are not used here.
@@ -28,7 +28,7 @@ class NoNorm:
     def after(
         self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
     ) -> NormedRows:
-        """Add a product onto the residual in place; give the sum."""
+        """Add a product to the residual in place; returns the sum."""
         product = product.for_many(self._kernels)
         self._kernels.norm.add_rms_norm(
             residual, product.sums, self._unread, self._eps, product.lora, product.post,
@@ -45,24 +45,24 @@ class RMSNorm:
     """x / sqrt(mean(x^2) + eps), scaled per channel."""
 
     def __init__(self, size: int, context: LayerContext) -> None:
-        """Where a checkpoint has weights less one, 1 + w is kept in float32: half precision has no
-        room for both."""
+        """If a checkpoint stores weights minus one, 1 + w is stored in float32: half precision
+        cannot hold both."""
         kept = torch.float32 if context.norm_offset else context.dtype
         self.weight = torch.empty(size, dtype=kept, device=context.device)
         self.eps, self._offset, self._kernels = context.eps, context.norm_offset, context.kernels
 
     def first(self, x: Tensor) -> Tensor:
-        """Of the residual stream as it begins."""
+        """Normalise the residual stream before the first layer."""
         return self._kernels.norm.rms_norm(x, self.weight, self.eps)
 
     def after(
         self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
     ) -> NormedRows:
-        """Add a product onto the residual in place; give the sum, normalised.
+        """Add a product to the residual in place; returns the sum, normalised.
 
-        `reader`: the one product that reads the result, if it is the only reader. It gets rows in
-        the form that it wants. What adapters add is then spread over many programs where that is
-        faster, and the reader divides.
+        `reader`: the product that reads the result, if there is only one. It gets rows in the form
+        that it reads. The adapters' part is then spread over many programs if that is faster, and
+        the reader divides.
         """
         norm = self._kernels.norm
         form = None if reader is None else reader.form(residual.shape[0])
@@ -72,13 +72,13 @@ class RMSNorm:
             and product.factor == 1.0
             and reader is not None
             and reader.takes_deferred_norm(residual.shape[0])
-            and residual.dtype != torch.float16  # rows not divided yet might be out of its range
+            and residual.dtype != torch.float16  # undivided rows might exceed its range
         ):
             return norm.add_norm(residual, product.sums, self.weight, self.eps, product.lora, form)
         return self._normed(residual, product, form)
 
     def rows_after(self, residual: Tensor, product: DeferredOutput) -> Tensor:
-        """The same for readers of any kind."""
+        """The same for any reader."""
         rows = self._normed(residual, product, None)
         assert isinstance(rows, Tensor)
         return rows
@@ -93,6 +93,6 @@ class RMSNorm:
         )  # fmt: skip
 
     def weights(self, name: str, shard: Shard = WHOLE) -> Fills:
-        """Where a checkpoint's tensor for the norm `name` goes. `shard`: where each rank has a part
-        of it."""
+        """Destination of a checkpoint's tensor for the norm `name`. `shard`: set if each rank has a
+        part of it."""
         yield f"{name}.weight", Fill(self.weight, 0, shard, offset=self._offset)

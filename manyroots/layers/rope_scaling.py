@@ -1,8 +1,8 @@
 """Rotary frequencies that are scaled for contexts longer than those of training.
 
-Each takes `rope_parameters`, how many dimensions of a head are rotated and the model's longest
-context; gives the frequencies and what cosines and sines are multiplied with. The arithmetic is
-transformers', to the last bit (`tests/unit/models/test_configs.py`).
+Each function takes `rope_parameters`, the number of rotated dimensions of a head and the model's
+longest context. It gives the frequencies, and a factor for cosines and sines. The arithmetic equals
+transformers' to the last bit (`tests/unit/models/test_configs.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Scaled = tuple[Tensor, float]
 
 
 def plain(parameters: Parameters, dim: int) -> Tensor:
-    """Without any scaling."""
+    """Frequencies without scaling."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
     frequencies: Tensor = 1.0 / (parameters["rope_theta"] ** exponents)
     return frequencies
@@ -34,7 +34,7 @@ def _linear(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
 
 
 def _llama3(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
-    """Slow turns are slowed down, fast ones are kept, and there is a ramp in between."""
+    """Scales low frequencies, keeps high ones, and interpolates in between."""
     frequencies = plain(parameters, dim)
     factor, low = parameters["factor"], parameters["low_freq_factor"]
     high, length = parameters["high_freq_factor"], parameters["original_max_position_embeddings"]
@@ -47,7 +47,8 @@ def _llama3(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
 
 
 def _yarn(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
-    """The ramp lies between dimensions that turn so many times within the original length."""
+    """Interpolates between the dimensions that rotate a given number of times within the original
+    length."""
     base, factor = parameters["rope_theta"], parameters["factor"]
     length = parameters["original_max_position_embeddings"]
     if factor is None:
@@ -81,7 +82,7 @@ def _yarn_attention(parameters: Parameters, factor: float) -> float:
 
 
 def _longrope(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
-    """Of contexts up to the original length; see `long_frequencies`."""
+    """Frequencies for contexts up to the original length; see `long_frequencies`."""
     length, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
     if factor is None:
         factor = max_positions / length
@@ -92,7 +93,7 @@ def _longrope(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
 
 
 def long_frequencies(parameters: Parameters, dim: int) -> Tensor:
-    """Of longrope, where contexts may be longer than the original length."""
+    """Longrope's frequencies for contexts beyond the original length."""
     return _divided(parameters, dim, "long_factor")
 
 

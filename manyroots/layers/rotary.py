@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
-`rope_frequencies` takes a config and gives plain numbers, once, at load. What turns
-queries and keys by them is in `kernels/qk_rope_kv_write`.
+`rope_frequencies` computes frequencies from a config once, at load. `kernels/qk_rope_kv_write`
+rotates queries and keys with them.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from manyroots.errors import ModelError
 from manyroots.layers.rope_scaling import SCALINGS, long_frequencies
 
 SUPPORTED_TYPES = tuple(SCALINGS)
-"""Those whose angles depend on the position alone. The others (dynamic) change with the length of
+"""Types whose angles depend only on the position. The others (dynamic) change with the length of
 the sequence, so keys cached at one length would be wrong at another. Longrope has two sets of
-angles; a server takes one of them for good, by its longest context, as vLLM does."""
+angles; a server uses one of them, chosen by its longest context, as vLLM does."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """RopeTable per position, and what the cosines and sines are multiplied with."""
+    """Frequencies of the rotation, and the factor of cosines and sines."""
 
     frequencies: tuple[float, ...]
     attention_scaling: float
     long_frequencies: tuple[float, ...] = ()
-    """Those of a server whose contexts may be longer than `short_len`; none: always the same."""
+    """Frequencies for servers whose contexts may be longer than `short_len`; empty if always the
+    same."""
     short_len: int = 0
 
     def frequencies_for(self, max_len: int) -> tuple[float, ...]:
-        """Of a server whose contexts have so many tokens at most."""
+        """Frequencies for a server with contexts of at most this many tokens."""
         is_long = self.long_frequencies and max_len > self.short_len
         return self.long_frequencies if is_long else self.frequencies
 
 
 def check_rope_type(kind: str) -> None:
-    """Raise ModelError for a type of rotary scaling that is not served."""
+    """Raise ModelError for an unsupported type of rotary scaling."""
     if kind not in SUPPORTED_TYPES:
         raise ModelError(
             f"the model uses rotary scaling of type {kind!r}; this version serves "
@@ -55,9 +56,9 @@ def rope_frequencies(
     *,
     is_partial: bool = False,
 ) -> RopeSpec:
-    """Read `config.rope_parameters`, or its part for the layers of one type; `factors` (a GGUF's
-    own) divide the frequencies. `is_partial`: whether the architecture may turn a part of each head
-    alone."""
+    """Read `config.rope_parameters`, or its part for the layers of one type; `factors` (from a GGUF
+    file) divide the frequencies. `is_partial`: whether the architecture may rotate only a part of
+    each head."""
     parameters = config.rope_parameters
     if layer_type is not None:
         parameters = parameters[layer_type]

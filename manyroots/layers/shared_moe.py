@@ -1,4 +1,4 @@
-"""Experts and, beside them, one block that every token goes through, perhaps with a gate.
+"""Experts and a shared block that every token goes through, perhaps with a gate.
 
 experts(x) + sigmoid(gate(x)) * shared(x)
 """
@@ -22,7 +22,7 @@ from manyroots.store.adapter_sites import SitePart
 
 
 class SharedExpertMLP:
-    """In the place of a `SparseMLP`."""
+    """Replaces a `SparseMLP`."""
 
     def __init__(self, spec: SharedSpec, context: LayerContext) -> None:
         """`spec` is the rank's own."""
@@ -48,14 +48,14 @@ class SharedExpertMLP:
         norm = self._kernels.gated_norm
         weight = self.gate.weight.data
         if step.lora is None and isinstance(weight, Tensor):
-            # The gate is one number of each token: the kernel that adds up computes it on the way.
+            # The gate is one number per token, computed by the kernel that adds up.
             return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))
         gate = self.gate(x, step).finished(self._kernels)
         gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)
         return DeferredOutput(chosen.finished(self._kernels) + gated)
 
     def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensors for the layer `name` go."""
+        """Destinations of a checkpoint's tensors for the layer `name`."""
         spec = self._spec
         yield from self.sparse.weights(f"{name}.{spec.experts.name}")
         yield from self.shared.weights(f"{name}.{spec.shared.name}")
@@ -63,7 +63,7 @@ class SharedExpertMLP:
             yield from self.gate.weights(f"{name}.{spec.gate}")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the layer `name`."""
+        """The parts of the layer `name` that adapters may change."""
         spec = self._spec
         yield from self.sparse.lora_parts(f"{name}.{spec.experts.name}")
         yield from self.shared.lora_parts(f"{name}.{spec.shared.name}")

@@ -1,9 +1,9 @@
-"""A gated short convolution, with its projections: each token with the few before it.
+"""A gated short convolution with its projections: combines each token with the few before it.
 
     B, C, x = in_proj(input)
     out_proj(C * conv(B * x))
 
-What is remembered is the last `width - 1` of B * x. Heads there are none: ranks divide channels.
+It remembers the last `width - 1` of B * x. There are no heads: ranks divide channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ShortConv:
     """in_proj, a causal convolution between two gates, and out_proj."""
 
     def __init__(self, spec: ShortConvSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's memories is its."""
+        """`spec` is the rank's own; `family`: the index of its memory in the step."""
         self._family, self._kernels, self._shard = family, context.kernels, context.shard
         channels = spec.channels
         self.in_proj = Linear(
@@ -60,7 +60,7 @@ class ShortConv:
     def weights(self, name: str) -> Fills:
         yield from self.in_proj.weights(f"{name}.in_proj")
         yield from self.out_proj.weights(f"{name}.out_proj")
-        # A checkpoint has it as a convolution of one input channel each.
+        # A checkpoint stores it as a convolution with one input channel each.
         yield f"{name}.conv.weight", Fill(self._weight.unsqueeze(1), 0, self._shard)
         if self._bias is not None:
             yield f"{name}.conv.bias", Fill(self._bias, 0, self._shard)

@@ -1,11 +1,11 @@
-"""What a layer is, in plain frozen numbers: how it mixes tokens, what it remembers, what follows.
+"""Describes a layer in plain frozen numbers: its mixers, their memory, and the block after them.
 
-Made by `models` from a config; read by the layers, by the code that counts memory and by the code
-that keeps it. Holds no tensor. Mixers whose `memory` is equal are one family: their pages, or
-states, are given out and taken back together.
+Made by `models` from a config; read by the layers and by code that counts or keeps memory. Holds no
+tensor. Mixers with equal `memory` are one family: their pages or states are allocated and freed
+together.
 
-A mixer's spec says what a rank has of it (`cut`), what its weights are (`num_weights`) and in which
-folder of the checkpoint they lie (`name`).
+A mixer's spec gives a rank's part of it (`cut`), its number of weights (`num_weights`) and its
+folder in the checkpoint (`name`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyroots.kernels.fused_moe.routing import ExpertGroups, Scoring
 from manyroots.layers.memories import KV, Latent, StateMemory, StatePart
 
 Divide = Callable[[str, int], int]
-"""What a rank has of a number of things, which are named; raises where ranks can't share them."""
+"""A rank's share of a number of named things; raises if ranks cannot divide them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,30 +29,30 @@ class AttentionSpec:
     num_heads: int
     memory: KV
     rope: int
-    """Which of the model's `ropes` turns its queries and keys."""
+    """Index of its rotation in the model's `ropes`."""
     scale: float
-    """Scores are multiplied with it."""
+    """Factor of scores."""
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalised, head by head, before they are rotated."""
+    """Whether queries and keys are normalised per head before they are rotated."""
     norm_spans_heads: bool = False
-    """Whether that norm goes over all heads together, those of other ranks included."""
+    """Whether that norm spans all heads, including those of other ranks."""
     is_fused: bool = False
     """Whether the checkpoint has queries, keys and values as one product, `qkv_proj`."""
     cap: float = 0.0
-    """Scores s become cap * tanh(s / cap); 0: they stay."""
+    """Scores s become cap * tanh(s / cap); 0: no cap."""
     has_sinks: bool = False
-    """Whether each head has a score that takes weight and gives nothing."""
+    """Whether each head has a score that takes weight and adds no value."""
     has_gate: bool = False
-    """Whether what each head gives is multiplied with the sigmoid of a gate, which the product of
-    the queries has after each head's query."""
+    """Whether each head's output is multiplied with the sigmoid of a gate. The product of the
+    queries has this gate after each head's query."""
     in_factor: float = 1.0
     out_factor: float = 1.0
-    """What its input, and what it gives, is multiplied with."""
+    """Factors of its input and of its output."""
     name: str = "self_attn"
     o_name: str = "o_proj"
-    """What the checkpoint calls the product after attention."""
+    """The checkpoint's name of the product after attention."""
 
     def cut(self, divide: Divide) -> AttentionSpec:
         kv_heads = divide("number of key-value heads", self.memory.kv_heads)
@@ -80,21 +80,21 @@ class LatentSpec:
 
     num_heads: int
     nope: int
-    """Numbers of a query and a key that are not rotated; the others are the memory's `rope`."""
+    """Unrotated numbers of a query and a key; the memory's `rope` counts the others."""
     value_dim: int
     memory: Latent
     q_rank: int | None
     """The size of the queries' own latent; None: queries are one product."""
     rope: int
-    """Which of the model's `ropes` turns its queries and keys."""
+    """Index of its rotation in the model's `ropes`."""
     is_interleaved: bool
-    """Whether the two numbers of a pair that is rotated are neighbours."""
+    """Whether the two numbers of a rotated pair are adjacent."""
     scale: float
-    """Scores are multiplied with it."""
+    """Factor of scores."""
     bias: bool
-    """Of the first products and the last."""
+    """Whether the first products and the last have a bias."""
     norm_eps: float
-    """Of the latents' norms."""
+    """Epsilon of the latents' norms."""
     name: str = "self_attn"
 
     def cut(self, divide: Divide) -> LatentSpec:
@@ -110,9 +110,9 @@ class LatentSpec:
         return weights + (width + hidden_size) * self.bias + latent + first
 
     def prefers_latents(self, num_queries: int, num_keys: int, num_seen: int) -> bool:
-        """Whether prompts cost less if their queries attend to latents, as decoding does, than if
-        keys and values are expanded. Counted in multiplications of one head: a pair of query and
-        key is wider as a latent, and to expand a key is as much as to absorb it into a query.
+        """Whether prompts cost less if their queries attend to latents, like decoding tokens, than
+        if keys and values are expanded. Compares multiplications of one head: a latent makes a pair
+        of query and key wider, and expanding a key costs as much as absorbing it into a query.
         `num_seen`: pairs."""
         latent, rope = self.memory.latent, self.memory.rope
         absorb = latent * (self.nope + self.value_dim)
@@ -123,13 +123,13 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvSpec:
-    """A layer that mixes each token with the few before it: a gated causal convolution."""
+    """A layer that combines each token with the few before it: a gated causal convolution."""
 
     channels: int
     width: int
-    """Tokens that one sees, itself included."""
+    """Tokens that one token sees, including itself."""
     bias: bool
-    """Of the products and of the convolution."""
+    """Whether the products and the convolution have a bias."""
     name: str = "conv"
 
     @property
@@ -150,19 +150,19 @@ class DeltaSpec:
 
     key_heads: int
     num_heads: int
-    """Of values; a multiple of the key heads."""
+    """Value heads; a multiple of the key heads."""
     key_dim: int
     value_dim: int
     width: int
-    """Tokens that the convolution sees, the newest included."""
+    """Tokens that the convolution sees, including the newest."""
     is_fused: bool
-    """Whether the checkpoint has its input's projections as two, head by head (Qwen3-Next), or as
+    """Whether the checkpoint has the input's projections as two, head by head (Qwen3-Next), or as
     four (Qwen3.5)."""
     name: str = "linear_attn"
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
@@ -193,9 +193,9 @@ class ChannelDeltaSpec:
 
     num_heads: int
     head_dim: int
-    """Of keys and values, and of the two gates' first products."""
+    """Size of keys and values, and of the two gates' first products."""
     width: int
-    """Tokens that the convolutions see, the newest included."""
+    """Tokens that the convolutions see, including the newest."""
     name: str = "self_attn"
 
     @property
@@ -222,11 +222,11 @@ class ChannelDeltaSpec:
 
 
 class GatedNormKind(enum.Enum):
-    """What stands between Mamba's scan and its last product."""
+    """The order of norm and gate between Mamba's scan and its last product."""
 
     GATE_ONLY = "gate_only"
     GATE_FIRST = "gate_first"
-    """A norm of what the gate leaves."""
+    """A norm after the gate."""
     NORM_FIRST = "norm_first"
 
 
@@ -237,27 +237,28 @@ class MambaSpec:
     num_heads: int
     head_dim: int
     groups: int
-    """Of heads that share what they write to and read from a state."""
+    """Groups of heads that share what they write to and read from a state."""
     state_dim: int
     width: int
-    """Tokens that the convolution sees, the newest included."""
+    """Tokens that the convolution sees, including the newest."""
     conv_bias: bool
     in_bias: bool
     out_bias: bool
     norm: GatedNormKind
     norm_groups: int = 1
-    """How many norms there are, side by side."""
+    """Number of parallel norms."""
     in_factor: float = 1.0
     out_factor: float = 1.0
-    """What its input, and what it gives, is multiplied with."""
+    """Factors of its input and of its output."""
     part_factors: tuple[float, ...] = (1.0,) * 5
-    """What the parts of the first product are: gate, values, what is written, read, and steps."""
+    """Factors of the first product's parts: gate, values, what is written, what is read, and
+    steps."""
     shares_group: bool
     """Whether there is one group, which all ranks have."""
     least_step: float = 0.0
-    """What the steps of the scan are at least."""
+    """The least step of the scan."""
     spans_ranks: bool = False
-    """Whether the one norm there is goes over all ranks' channels."""
+    """Whether the only norm spans all ranks' channels."""
     name: str = "mamba"
 
     @property
@@ -266,7 +267,7 @@ class MambaSpec:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: values, what is written and what is read."""
+        """Channels of the convolution: values, what is written and what is read."""
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
@@ -311,54 +312,54 @@ class DenseSpec:
     bias: bool
     name: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """What the checkpoint calls it and its products."""
+    """The checkpoint's names of the block and its products."""
     is_fused: bool = False
-    """Whether the checkpoint has gate and up as one product, which the first of `parts` names."""
+    """Whether the checkpoint has gate and up as one product, under the first name of `parts`."""
     is_gated: bool = True
-    """Whether there is a gate. Without one the activation is that of up, times up: relu(up) * up is
-    the square of relu."""
+    """Whether there is a gate. Without one, the activation applies to up and is multiplied with up:
+    relu(up) * up is the square of relu."""
     gate_factor: float = 1.0
     down_factor: float = 1.0
-    """What its gate, and what it gives, is multiplied with."""
+    """Factors of its gate and of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """How many experts a block has, how large they are, and how a token chooses among them."""
+    """The number and size of a block's experts, and how a token chooses among them."""
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    """Of each expert."""
+    """Size of each expert."""
     activation: Activation
     scoring: Scoring
     bias: bool = False
-    """Of the router, and of each expert's products."""
+    """Whether the router and each expert's products have a bias."""
     router: str = "gate"
-    """What the checkpoint calls it."""
+    """The checkpoint's name of the router."""
     has_correction: bool = False
-    """Whether each expert has a number that counts in the choice alone."""
+    """Whether each expert has a number that affects only the choice."""
     factor: float = 1.0
-    """What the weights of the chosen ones are multiplied with."""
+    """Factor of the chosen experts' weights."""
     groups: ExpertGroups | None = None
-    """Where a token chooses groups of experts first."""
+    """Set if a token first chooses groups of experts."""
     is_interleaved: bool = False
-    """Whether the checkpoint has gates and ups by turns, as adapters that PEFT made for it then do
-    (see `Target`)."""
+    """Whether the checkpoint interleaves gates and ups; adapters that PEFT made for it then do so,
+    too (see `Target`)."""
     name: str = "mlp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSpec:
-    """Experts, and a dense block beside them that every token goes through."""
+    """Experts, and a dense block that every token goes through."""
 
     experts: ExpertsSpec
     shared: DenseSpec
     gate: str | None
-    """What the checkpoint calls the product whose sigmoid multiplies what the shared block gives,
-    from the layer on; None: there is none."""
+    """The checkpoint's name, relative to the layer, of the gate whose sigmoid multiplies the shared
+    block's output. None: no gate."""
     name: str = ""
-    """Experts and shared block have their names from the layer on."""
+    """Names of experts and shared block are relative to the layer."""
 
 
 BlockSpec = DenseSpec | ExpertsSpec | SharedSpec
@@ -366,34 +367,34 @@ BlockSpec = DenseSpec | ExpertsSpec | SharedSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """One layer: its mixers, then its feed-forward block, each added onto the residual stream."""
+    """One layer: its mixers, then its feed-forward block; each is added to the residual stream."""
 
     mixers: tuple[MixerSpec, ...]
-    """Side by side on one input, where there are several; what they give is added up. None: the
-    layer is its feed-forward block alone."""
+    """Several mixers read the same input, and their outputs are added up. Empty: the layer is only
+    its feed-forward block."""
     feed_forward: BlockSpec | None
-    """None: the layer is its mixers alone."""
+    """None: the layer is only its mixers."""
     has_pre_norms: bool = True
-    """Whether what either reads is normalised."""
+    """Whether the inputs of both are normalised."""
     has_post_norms: bool = False
-    """Whether what either gives is normalised before it is added."""
+    """Whether the outputs of both are normalised before they are added."""
     factor: float = 1.0
-    """What both are multiplied with before they are added."""
+    """Factor of both before they are added."""
 
     @property
     def num_norms(self) -> int:
-        """Of the residual stream's width."""
+        """Norms of the residual stream's width."""
         halves = bool(self.mixers) + (self.feed_forward is not None)
         return halves * (self.has_pre_norms + self.has_post_norms)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """Those of its feed-forward block, if it has any."""
+        """The experts of its feed-forward block, if it has any."""
         block = self.feed_forward
         block = block.experts if isinstance(block, SharedSpec) else block
         return block if isinstance(block, ExpertsSpec) else None
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """The one of its mixers that attends, if any does."""
+        """Its attention mixer, if it has one."""
         return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionSpec)), None)

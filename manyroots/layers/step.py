@@ -1,4 +1,4 @@
-"""One step as every layer sees it: prepared once, on the device, and read by all of them."""
+"""One step for all layers: prepared once on the device."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from manyroots.kernels.lora_ops.sites import LoraRows
 
 @dataclass(frozen=True, slots=True)
 class LogitsIndices:
-    """The tokens whose hidden states are read: those after which one is sampled."""
+    """The tokens whose hidden states are read: those after which a token is sampled."""
 
     at: Tensor
-    """Their places among the step's tokens."""
+    """Their indexes among the step's tokens."""
     lora: LoraRows | None
-    """Which adapter each of them wants."""
+    """The adapter of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a forward pass needs besides the tokens. Decoding sequences come first."""
+    """The inputs of a forward pass besides the tokens. Decoding sequences come first."""
 
     ropes: tuple[Any, ...]
-    """The rotation of each token, by the model's kinds of rotation: what the kernel set's
-    `qk_rope_kv_write.look_up` gave."""
+    """The rotation of each token, by the model's kinds of rotation: results of the kernel set's
+    `qk_rope_kv_write.look_up`."""
     memories: tuple[Any, ...]
-    """By family: what its memory's `prepare` gave. The kernels that read it know what it is."""
+    """By family: results of its memory's `prepare`, which only its kernels read."""
     lora: LoraRows | None
-    """Which adapter each token wants; None if none wants any."""
+    """The adapter of each token; None if no token has one."""
     before_layer: Callable[[int], None] | None = None
-    """Called before each layer, where pages come in while the step computes."""
+    """Called before each layer, if pages arrive while the step computes."""
     logits_indices: LogitsIndices | None = None
     """None: all tokens."""

@@ -1,1 +1,1 @@
-"""How the numbers of a product are kept, filled from a checkpoint and cut for a rank."""
+"""Storing a product's numbers, filling them from a checkpoint and cutting them for a rank."""

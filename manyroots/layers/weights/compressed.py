@@ -1,7 +1,7 @@
-"""What formats with scales share: compressed-tensors' configs, and scales beside weights.
+"""Shared by formats with scales: compressed-tensors' configs, and scales beside weights.
 
-A weight that is quantized where none is expected, or the other way around, is an error: copied as
-it is, it would be wrong by its scale.
+A weight that is unexpectedly quantized or unquantized is an error: copied without its scale, it
+would be wrong.
 
     ....weight_scale, ....weight_scale_inv   of a weight: in the form that its format keeps
     ....input_scale and the like             of activations, which have scales of their own here:
@@ -24,19 +24,19 @@ from manyroots.layers.weights.formats import NamedTensors
 
 METHOD = "compressed-tensors"
 _CHANGES_PRODUCTS = ("transform_config", "sparsity_config")
-"""Weights that were turned, whose inputs must be, too; or left out."""
+"""Weights that were rotated, so that their inputs must be, too; or sparse weights."""
 SCALE = "weight_scale"
-"""How the name of a weight's scales ends."""
+"""Suffix of the name of a weight's scales."""
 _SCALES = (SCALE, "weight_scale_inv")
 _OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale")
 
 Spelled = Callable[[str, Tensor, int, int], Tensor]
-"""(name, scales, rows of the weight, groups of columns) -> the scales as they are kept."""
+"""(name, scales, rows of the weight, groups of columns) -> the scales in stored form."""
 
 
 def groups_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What a compressed-tensors config says of weights, for each group of layers; nothing where
-    the config is another method's."""
+    """A compressed-tensors config's entry for weights, for each group of layers; empty if the
+    config belongs to another method."""
     if said.get("quant_method") != METHOD:
         return []
     for name in _CHANGES_PRODUCTS:
@@ -53,7 +53,7 @@ def groups_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def refuse_several() -> NoReturn:
-    """Of groups of layers that differ."""
+    """Refuse groups of layers that differ."""
     raise ModelError(
         f"the checkpoint is quantized ({METHOD}) in several ways at once, or in none that its "
         "config names; use one that has a single group."
@@ -61,14 +61,14 @@ def refuse_several() -> NoReturn:
 
 
 def is_of_activations(kind: str) -> bool:
-    """Whether a name that ends so is a scale of activations."""
+    """Whether a name with this ending is a scale of activations."""
     return kind in _OF_ACTIVATIONS
 
 
 def with_scales(
     weights: NamedTensors, fills: Mapping[str, Fill], dtype: torch.dtype, spelled: Spelled
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint that has quantized ones in `dtype`."""
+    """The weights of a checkpoint whose quantized ones are in `dtype`."""
     for name, tensor in weights:
         stem, _, kind = name.rpartition(".")
         if is_of_activations(kind):

@@ -1,15 +1,15 @@
-"""Where a checkpoint's tensor goes, and which part of it this rank has.
+"""The destination of a checkpoint's tensor, and this rank's part of it.
 
-A layer gives one `Fill` for each tensor that it takes from a checkpoint, by name; the loader hands
-it the whole tensor. What is divided among ranks, of weights and of adapters for them:
+A layer gives one `Fill`, by name, for each tensor that it takes from a checkpoint; the loader
+passes it the whole tensor. Ranks divide weights, and adapters for them, as follows:
 
     q, k, v, gate, up, head   by output   W [out, in] and B are cut by rows; nothing to add up
     o, down                   by input    W and A are cut by columns; ranks add up their products
     in_proj of a convolution  by output   in three pieces, each cut by rows
     all else                  whole       embeddings, norms, routers
 
-Heads are never cut: a rank has whole key-value heads with all queries that read them. Experts are
-cut like dense blocks, each of them, so that every rank has a part of every expert.
+Heads are never cut: a rank has whole key-value heads with all queries that read them. Each expert
+is cut like a dense block, so that every rank has a part of every expert.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class Fill:
     """One tensor of a checkpoint."""
 
     place: Tensor
-    """This rank's part; a view of wherever it lies."""
+    """This rank's part; a view of its storage."""
     cut: int | None = None
-    """The dimension of the checkpoint's tensor that ranks divide; None: all have the whole."""
+    """The dimension of the checkpoint's tensor that ranks divide; None: all have the whole
+    tensor."""
     shard: Shard = WHOLE
     offset: float = 0.0
-    """What the checkpoint has it less."""
+    """Number that is added to the checkpoint's values."""
     is_first_only: bool = False
-    """Whether the first rank alone has it, and the others nothing: the sum over ranks must have
-    it once."""
+    """Whether only the first rank has it: the sum over ranks must contain it once."""
     pieces: tuple[OutputPiece, ...] = ()
-    """Where ranks divide the tensor piece by piece: all of its pieces, in order."""
+    """All pieces, in order, if ranks divide the tensor piece by piece."""
     order: tuple[int, ...] = ()
-    """Where this rank has rows in another order: which row of its part each is."""
+    """If this rank has rows in another order: the row of its part for each."""
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; of `shape` if both belong together."""
+        """This rank's part of a whole tensor; it has `shape` if both match."""
         if self.cut is None or self.cut >= tensor.ndim or self.shard.is_whole:
             return tensor
         if self.pieces:
@@ -54,22 +54,22 @@ class Fill:
 
     @property
     def shape(self) -> torch.Size:
-        """Of this rank's part of the checkpoint's tensor."""
+        """Shape of this rank's part of the checkpoint's tensor."""
         return self.place.shape
 
     @property
     def values(self) -> Tensor:
-        """The numbers that lie there, as products take them."""
+        """The stored numbers, in the form that products read."""
         return self.place
 
     @property
     def source_dtype(self) -> torch.dtype:
-        """What a checkpoint's tensor for it is in, where one is made up."""
+        """Dtype of a made-up checkpoint's tensor for it."""
         return self.place.dtype
 
     @property
     def whole_shape(self) -> list[int]:
-        """Of the checkpoint's tensor, if all ranks have as much of it as this one."""
+        """Shape of the checkpoint's tensor, if all ranks have as much of it as this one."""
         shape = list(self.shape)
         if self.pieces and self.cut is not None:
             shape[self.cut] = whole_size(self.pieces, self.shard)
@@ -79,7 +79,7 @@ class Fill:
 
     @torch.no_grad()
     def take(self, part: Tensor) -> None:
-        """Copy what `part_of` gave."""
+        """Copy the result of `part_of`."""
         if self.is_first_only and not self.shard.is_first:
             self.place.zero_()
             return
@@ -94,13 +94,13 @@ def cut_of(side: Side | None) -> int | None:
 
 
 def whole_size(pieces: Iterable[OutputPiece], shard: Shard) -> int:
-    """Of an output of these pieces, on all ranks together."""
+    """Size of an output of these pieces on all ranks together."""
     return sum(_whole_size(piece, shard) for piece in pieces)
 
 
 def piecewise(tensor: Tensor, dim: int, pieces: Sequence[OutputPiece], shard: Shard) -> Tensor:
     """A rank's part of a whole tensor whose `dim` consists of these pieces. A tensor of another
-    size is given back as it is, for the caller to refuse."""
+    size is returned unchanged, for the caller to refuse."""
     if whole_size(pieces, shard) != tensor.shape[dim]:
         return tensor
     parts, end = [], 0
@@ -116,4 +116,4 @@ def _whole_size(piece: OutputPiece, shard: Shard) -> int:
 
 
 Fills = Iterator[tuple[str, Fill]]
-"""By the names of the checkpoint."""
+"""By names of the checkpoint."""

@@ -1,10 +1,9 @@
-"""How weights of products are kept: one object per format, handed to layers by `LayerContext`.
+"""Formats of products' weights: one object each, passed to layers in `LayerContext`.
 
-A format says what a matrix takes, how a checkpoint fills it, which part of it a rank has, and how
-many rows are multiplied with it; products of few rows are computed by `kernels/gemm` from the
-matrix itself. `WeightFormat` keeps numbers in the model's dtype; every other format is a subclass
-in a file of its own that says what differs. Embeddings, heads, routers, norms and adapters stay in
-the model's dtype.
+A format defines the bytes of a matrix, how a checkpoint fills it, a rank's part of it, and how many
+rows are multiplied with it. `kernels/gemm` computes products of few rows directly from the matrix.
+`WeightFormat` stores numbers in the model's dtype. Every other format is a subclass in its own file
+that defines what differs. Embeddings, heads, routers, norms and adapters stay in the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,46 +28,45 @@ from manyroots.layers.weights.fill import Fill, Fills, cut_of
 from manyroots.lora.targets import Side
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-"""Of a checkpoint, by the names that layers give their fills."""
+"""Tensors of a checkpoint, by the names of layers' fills."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Numbers in the model's dtype, and what every format is asked."""
+    """Numbers in the model's dtype; also the interface of every format."""
 
     name: ClassVar[str] = "unquantized"
-    """In messages."""
+    """Used in messages."""
     reads_as_numbers: ClassVar[bool] = True
-    """Whether `read` gives numbers where the fills are for such."""
+    """Whether `read` gives plain numbers to fills for plain numbers."""
 
     is_stored: bool = False
-    """Whether the checkpoint has weights so; else they are made of its numbers as they are
+    """Whether the checkpoint stores weights in this format; otherwise they are converted when
     loaded."""
 
     # What a checkpoint is
 
     @classmethod
     def stored_in(cls, said: Mapping[str, Any], model_type: str) -> Self | None:
-        """The format of a checkpoint whose config says this of its quantization; None where that
-        is another one. Raises where it is this one in a kind that is not served."""
+        """The format of a checkpoint with this quantization config; None if it is another format.
+        Raises for unsupported kinds of this format."""
         return None
 
     @classmethod
     def rounding(cls, model_type: str) -> WeightFormat:
-        """The format of numbers that are rounded as they are loaded; refuses models that can't be
-        kept in it."""
+        """The format of numbers that are rounded when loaded; refuses unsupported models."""
         return cls()
 
     def read(
         self, weights: NamedTensors, fills: Mapping[str, Fill]
     ) -> Iterator[tuple[str, Tensor]]:
-        """A checkpoint of this format in the spelling of the fills."""
+        """A checkpoint of this format with the names of the fills."""
         yield from weights
 
     # What is kept of it
 
     def on(self, device: torch.device, *, is_asked: bool) -> WeightFormat:
-        """What a device keeps of it; `is_asked`: where the user named this format."""
+        """The format on this device; `is_asked`: whether the user named this format."""
         return self
 
     def made_up(self) -> WeightFormat:
@@ -76,31 +74,31 @@ class WeightFormat:
         return self
 
     def check(self, device: torch.device) -> None:
-        """Refuse a device that can't compute with it."""
+        """Refuse a device that cannot compute with it."""
 
     @property
     def unquantized(self) -> WeightFormat:
-        """What products have in such a model whose few numbers decide much."""
+        """The format of products whose few numbers matter much."""
         return self
 
     def num_bytes(self, num_weights: int, dtype: torch.dtype) -> int:
-        """What so many numbers of products take."""
+        """Bytes of this many numbers of products."""
         return num_weights * dtype.itemsize
 
     def expert_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
-        """What one matrix of an expert takes."""
+        """Bytes of one matrix of an expert."""
         return self.num_bytes(rows * columns, dtype)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Matrix:
-        """A product's, to be filled."""
+        """An unfilled matrix of a product."""
         if device.type == "cpu" and dtype is torch.float32:
-            # The other way around: products of 4 to 128 rows, which decoding is made of, take a
-            # half to four fifths of the time so (measured).
+            # Transposed: products of 4 to 128 rows, which decoding consists of, then take a half to
+            # four fifths of the time (measured).
             return torch.empty(columns, rows, dtype=dtype, device=device).t()
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     def experts(self, *shape: int, dtype: torch.dtype, device: torch.device) -> ExpertMatrix:
-        """A stack of experts' matrices, to be filled."""
+        """An unfilled stack of experts' matrices."""
         return torch.empty(shape, dtype=dtype, device=device)
 
     def fills(
@@ -112,12 +110,12 @@ class WeightFormat:
         shard: Shard,
         dtype: torch.dtype,
     ) -> Fills:
-        """Where a checkpoint's tensors for these rows of a matrix go."""
+        """Destinations of a checkpoint's tensors for these rows of a matrix."""
         assert isinstance(matrix, Tensor)
         yield f"{name}.weight", Fill(matrix[rows], cut_of(side), shard)
 
     def operand(self, matrix: Matrix) -> Operand:
-        """A matrix as products take it, once it is filled."""
+        """A filled matrix in the form that products read."""
         return matrix
 
     # How it multiplies
@@ -131,14 +129,14 @@ class WeightFormat:
         *,
         keeps_values: bool,
     ) -> Fp8Form | None:
-        """What a product wants so many rows in; None: as they are. `keeps_values`: whether adapters
-        read them, too."""
+        """The form in which a product reads this many rows; None: unchanged. `keeps_values`:
+        whether adapters read them, too."""
         return None
 
     def times(
         self, x: Tensor | Fp8Rows, matrix: Matrix, bias: Tensor | None, kernels: Kernels
     ) -> Tensor:
-        """x W^T + b of more rows than `kernels/gemm` takes."""
+        """x W^T + b for more rows than `kernels/gemm` takes."""
         return F.linear(values_of(x), plain(matrix, x.dtype), bias)
 
 
@@ -147,10 +145,10 @@ PLAIN = WeightFormat()
 
 @dataclass(frozen=True)
 class PackedFormat(WeightFormat):
-    """The same numbers, in the order of a CPU's library, too."""
+    """The same numbers, also in the order of a CPU's library."""
 
     as_blocks: bool = False
-    """Whether a GGUF file's 4-bit blocks are multiplied as they are."""
+    """Whether a GGUF file's 4-bit blocks are multiplied without conversion."""
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Matrix:
         return torch.empty(rows, columns, dtype=dtype, device=device)

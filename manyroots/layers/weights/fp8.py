@@ -1,9 +1,9 @@
 """FP8 (E4M3): all products of the layers, with scales of rows or of blocks.
 
-Three kinds of checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8`
-(of rows), and `compressed-tensors` (of a tensor, of rows or of blocks). Unquantized ones are
-rounded when they are loaded, each row by its largest number. Activations are rounded where a GPU
-computes with them, by their own largest numbers, so what a config says of them does not matter.
+Supports three kinds of checkpoints: transformers' `fp8` (scales of blocks or of a tensor),
+`fbgemm_fp8` (of rows), and `compressed-tensors` (of a tensor, of rows or of blocks). Unquantized
+ones are rounded when loaded, each row by its largest number. A GPU rounds activations by their own
+largest numbers, so a config's settings for them do not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
 from manyroots.lora.targets import Side
 
 FP8_CAPABILITY = (8, 9)
-"""Of the first GPUs whose instructions know FP8."""
+"""Compute capability of the first GPUs with FP8 instructions."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Fp8Format(WeightFormat):
     def times(
         self, x: Tensor | Fp8Rows, matrix: Matrix, bias: Tensor | None, kernels: Kernels
     ) -> Tensor:
-        """Rows are rounded, too, where the kernels have a product of FP8."""
+        """Rows are rounded, too, if the kernels have an FP8 product."""
         assert isinstance(matrix, ScaledMatrix)
         if not kernels.scaled_gemm.is_for(matrix, x.dtype):
             return F.linear(values_of(x), matrix.plain(x.dtype), bias)
@@ -165,7 +165,7 @@ class Fp8Format(WeightFormat):
 
 
 def check_gpu(device: torch.device, what: str, remedy: str) -> None:
-    """Refuse FP8 where a GPU has no instructions for it; `what` needs them."""
+    """Refuse FP8 on a GPU without instructions for it; `what` needs them."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -195,11 +195,11 @@ def _block(sizes: Any) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingFill(Fill):
-    """Rounds what it is given to FP8."""
+    """Rounds its input to FP8."""
 
     scales: Tensor
     dtype: torch.dtype
-    """What the checkpoint's numbers count as, before they are rounded."""
+    """Dtype of the checkpoint's numbers before they are rounded."""
 
     @property
     def values(self) -> Tensor:

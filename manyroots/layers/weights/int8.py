@@ -1,9 +1,9 @@
 """INT8 with a scale for each row: all products of the layers but experts (W8A16).
 
-Checkpoints are compressed-tensors', symmetric, with a scale for each row or for all: bytes in words
-(`pack-quantized`, of which a word has four columns, each plus 128) or bytes (`int-quantized`).
-Activations stay as they are, also where a checkpoint was made to have them rounded. Experts, and
-what else is unquantized here, are made numbers as they are loaded.
+Checkpoints are compressed-tensors', symmetric, with a scale for each row or for all. They hold
+bytes in words (`pack-quantized`: a word has four columns, each plus 128) or plain bytes
+(`int-quantized`). Activations are not rounded, even if the checkpoint was made for rounded ones.
+Experts, and other weights that are unquantized here, are converted when loaded.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Int8Format(WeightFormat):
     def read(
         self, weights: NamedTensors, fills: Mapping[str, Fill]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Weights and scales where fills are for both; the others wait for each other and become
-        numbers."""
+        """Passes on weights and scales to fills for both. For other fills, a weight and its scales
+        wait for each other and become plain numbers."""
         waiting: dict[str, Tensor] = {}
         for name, tensor in weights:
             stem, _, kind = name.rpartition(".")
@@ -118,7 +118,7 @@ class Int8Format(WeightFormat):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8RoundingFill(RoundingFill):
-    """Rounds what it is given to INT8."""
+    """Rounds its input to INT8."""
 
     @torch.no_grad()
     def take(self, part: Tensor) -> None:

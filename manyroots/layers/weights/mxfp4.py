@@ -1,9 +1,8 @@
-"""MXFP4: experts in 4 bits a number with a power of two for each 32, and nothing else.
+"""MXFP4, for experts only: 4 bits a number, with a power of two for each 32 numbers.
 
-gpt-oss' experts are published so. Stored ones are taken as they are, bit by bit, and only put in
-another order; others are rounded when they are loaded. Where they go to unquantized numbers, they
-are unpacked: in bfloat16 every value that bits and powers can make is exact but for the smallest
-powers, which no weight has.
+gpt-oss' experts are published in it. Stored ones are copied bit by bit and only reordered; others
+are rounded when loaded. For unquantized destinations they are unpacked. In bfloat16 every value is
+exact except for the smallest powers, which no weight has.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from manyroots.lora.targets import Side
 
 METHOD = "mxfp4"
 KIND = "weight_mxfp4"
-"""How a checkpoint's name ends after a projection: uint8 [rows, groups, 16 bytes of two numbers
+"""Suffix of a checkpoint's name after a projection: uint8 [rows, groups, 16 bytes of two numbers
 and an exponent], so that ranks cut it like the numbers."""
 _MODEL_TYPE = "gpt_oss"
-"""The one type of model that is published in it."""
+"""The only type of model that is published in it."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Mxfp4Format(WeightFormat):
                 yield name, tensor
 
     def on(self, device: torch.device, *, is_asked: bool) -> WeightFormat:
-        """No CPU has operators for MXFP4, so experts are kept in it there only if that was asked
-        for."""
+        """No CPU has operators for MXFP4, so a CPU keeps experts in it only on request."""
         return PLAIN if device.type == "cpu" and not is_asked else self
 
     def made_up(self) -> WeightFormat:
@@ -127,12 +125,12 @@ def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mxfp4RoundingFill(Fill):
-    """Rounds what it is given to MXFP4."""
+    """Rounds its input to MXFP4."""
 
     matrix: Mxfp4Matrix
-    """`place` are its words."""
+    """`place` holds its words."""
     dtype: torch.dtype
-    """What the numbers count as, before they are rounded and where they are read as numbers."""
+    """Dtype of the numbers before rounding, and when they are read as numbers."""
 
     @property
     def shape(self) -> torch.Size:
@@ -173,5 +171,5 @@ class Mxfp4Fill(Mxfp4RoundingFill):
                 f"the checkpoint has experts' weights in MXFP4 of more than 2^{largest - BIAS}, "
                 "which no model has; it is damaged. Download or copy it again."
             )
-        # What is smaller than all that counts may be a little larger; most of it is zeros.
+        # Numbers below the smallest relevant value may become a little larger; most are zeros.
         self.matrix.take(part[..., :-1].flatten(-2), exponents.clamp(min=LEAST_EXPONENT))

@@ -1,4 +1,4 @@
-"""The matrix of one product, and what its format makes of it once it is filled."""
+"""The matrix of one product, and the form that its format makes of it once it is filled."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from manyroots.lora.targets import Side
 
 
 class Weight:
-    """[out, in], as checkpoints store it."""
+    """[out, in], as stored in checkpoints."""
 
     def __init__(self, data: Matrix, dtype: torch.dtype, format: WeightFormat) -> None:
-        """`dtype` is what is computed in; of plain numbers their own."""
+        """`dtype` is the dtype of the computation; for plain numbers their own."""
         self.data, self.dtype, self.format = data, dtype, format
         self.operand: Operand = data
-        """What products are computed with."""
+        """The factor in products."""
         self.numbers: Tensor | None = None
-        """It as plain numbers, where `keep_numbers` asked for them."""
+        """The weight as plain numbers, if `keep_numbers` was called."""
         self._keeps_numbers = False
 
     def keep_numbers(self) -> None:
-        """For a layer that multiplies with parts of it by itself: a copy where it is quantized."""
+        """For a layer that multiplies parts of it; a copy if it is quantized."""
         self._keeps_numbers = True
 
     def pack(self) -> None:
-        """Whenever it was filled."""
+        """Call whenever it was filled."""
         self.operand = self.format.operand(self.data)
         if self._keeps_numbers:
             self.numbers = plain(self.data, self.dtype)
 
     def fills(self, name: str, rows: slice, side: Side | None, shard: Shard) -> Fills:
-        """For the projection that has these rows of the output."""
+        """Fills of the projection that has these rows of the output."""
         yield from self.format.fills(name, self.data, rows, side, shard, self.dtype)

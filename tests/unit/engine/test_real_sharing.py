@@ -389,10 +389,14 @@ def test_h10_counts_balance_in_every_family_and_tier(worlds: Any, mix: str, tmp_
         max_model_len=100, kv_storage=f"file://{tmp_path}/kv",
     )  # fmt: skip
     rng = random.Random(mix)
-    # More than there is room for, whatever the other requests find and how long copies take.
-    numbers = [engine.submit(text(seed, 10), max_tokens=60) for seed in range(40, 48)]
     reasons: Counter[Any] = Counter()
+    numbers: list[int] = []
     for step in range(60):
+        if step in (0, 12):
+            # More than there is room for, whatever the other requests find and how long copies
+            # take; again after the step that fails, since it ends the first ones.
+            seeds = range(40 + step, 48 + step)
+            numbers += [engine.submit(text(seed, 10), max_tokens=85) for seed in seeds]
         if step % 4 == 0:
             prompt = [
                 *PROMPT[: rng.choice([0, 12, 40])],
@@ -400,7 +404,7 @@ def test_h10_counts_balance_in_every_family_and_tier(worlds: Any, mix: str, tmp_
             ]
             numbers.append(engine.submit([*prompt, 3], rng.choice([None, "a", "b"]), max_tokens=24))
         if step % 20 == 7:
-            engine.abort(rng.choice(numbers))
+            engine.abort(rng.choice([n for n in numbers if engine.said[n].reason is None]))
         if step == 6:
             engine.fail_next()
         if engine.loop.has_work:

@@ -24,6 +24,8 @@ class Kernels:
     qk_rope_kv_write: operations.QkRopeKvWriteOps
     attention: operations.AttentionOps
     latent: operations.LatentOps
+    compressed: operations.CompressedOps
+    hyper: operations.HyperOps
     activation: operations.GatedActivationOps
     gemm: operations.GemmOps
     scaled_gemm: operations.ScaledGemmOps

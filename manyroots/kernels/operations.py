@@ -16,10 +16,13 @@ from torch import Tensor
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.blocks import BlockMatrix
+from manyroots.kernels.compressed.inputs import GroupPart, KeyRows
+from manyroots.kernels.compressed.step import RowsStep
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
 from manyroots.kernels.latent.inputs import KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
@@ -85,6 +88,33 @@ class AttentionOps(Protocol):
         sinks: Tensor | None = None,
         cap: float = 0.0,
     ) -> Tensor: ...
+
+
+class CompressedOps(Protocol):
+    def write_rows(self, rows: Tensor, pages: Tensor, slot_mapping: SlotMapping) -> None: ...
+    def rotate_last(self, x: Tensor, angles: Any, *, back: bool) -> Tensor: ...
+    def compress(
+        self, pages: Tensor, sources: Tensor, part: GroupPart, angles: Any, tokens: Tensor
+    ) -> Tensor: ...
+    def write_entries(self, entries: Tensor, pages: Tensor, slots: Tensor) -> None: ...
+    def choose_entries(
+        self, q: Tensor, weights: Tensor, pages: Tensor, step: RowsStep, num_chosen: int
+    ) -> Tensor: ...
+    def attend_rows(
+        self,
+        q: Tensor,
+        keys: KeyRows,
+        entries: KeyRows | None,
+        chosen: Tensor | None,
+        sinks: Tensor,
+        scale: float,
+    ) -> Tensor: ...
+
+
+class HyperOps(Protocol):
+    def read_streams(self, streams: Tensor, weights: HyperWeights) -> HyperRead: ...
+    def write_streams(self, streams: Tensor, output: Tensor, read: HyperRead) -> Tensor: ...
+    def join_streams(self, streams: Tensor, weights: HyperWeights) -> Tensor: ...
 
 
 class LatentOps(Protocol):
@@ -189,6 +219,7 @@ class FusedMoeOps(Protocol):
         bias: Tensor | None = None,
         factor: float = 1.0,
         groups: ExpertGroups | None = None,
+        chosen: Tensor | None = None,
     ) -> Routing: ...
     def experts(
         self,

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from manyroots.errors import ConfigError
 from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
 from manyroots.kernels.choice import Kernels
+from manyroots.kernels.compressed.step import RowsStep
 from manyroots.kernels.latent.inputs import row_bytes
 from manyroots.kernels.latent.step import LatentStep, PromptLens
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
@@ -203,6 +205,72 @@ class Latent:
         kept = kept_in(self.dtype, dtype)
         width = self.latent + self.rope
         return (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One row of numbers for each token, or for each group of tokens that was compressed.
+
+    A row of a group lies in the page of the group's last token. Groups never cross pages."""
+
+    is_paged: ClassVar[bool] = True
+    may_pad_prompts: ClassVar[bool] = False
+    """Groups end where positions say, which the host knows."""
+
+    width: int
+    """Numbers of a row."""
+    window: int | None
+    """How many tokens a query sees at most, itself included; None: all before it."""
+    group: int = 1
+    """Tokens that a row stands for."""
+    index_width: int = 0
+    """Numbers of a row by which queries choose rows."""
+    num_chosen: int | None = None
+    """Rows that a query chooses at most; None: all."""
+
+    def in_dtype(self, dtype: str) -> Rows:
+        raise ConfigError(
+            "--kv-cache-dtype is fp8, and this model's layers keep compressed groups of tokens, "
+            "which this version keeps in the model's dtype alone. Leave it at auto."
+        )
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        return num_layers * page_size * self.width * dtype.itemsize // self.group
+
+    def units_read(self, context: float) -> float:
+        seen = min(context, self.window or context)
+        if self.num_chosen is None:
+            return seen
+        index = self.index_width / self.width
+        return seen * index + min(seen, self.num_chosen * self.group) * (1.0 - index)
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        """Layers see `[num_pages, page_size / group, width]`."""
+        if page_size % self.group:
+            raise ConfigError(
+                f"--block-size is {page_size}, and the model compresses groups of {self.group} "
+                f"tokens, which a page must hold whole; choose a multiple of {self.group}."
+            )
+        shape = (page_size // self.group, self.width)
+        return PageArena(num_units, page_size, num_layers, shape, dtype, device)
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        return RowsStep(
+            page_table=rows.page_tables[place],
+            context_lens=rows.context_lens,
+            num_decodes=rows.num_decodes,
+            slot_mapping=SlotMapping(rows.pages[place], rows.offsets),
+            page_size=rows.page_size,
+            group=self.group,
+            prompts=rows.prompt_lens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

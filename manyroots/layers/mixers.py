@@ -6,12 +6,13 @@ new mixer is a spec in `spec.py`, a file here and a line below.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.attention import Attention
 from manyroots.layers.channel_delta import ChannelDeltaNet
+from manyroots.layers.compressed_attention import CompressedAttention
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
@@ -22,6 +23,7 @@ from manyroots.layers.short_conv import ShortConv
 from manyroots.layers.spec import (
     AttentionSpec,
     ChannelDeltaSpec,
+    CompressedSpec,
     DeltaSpec,
     LatentSpec,
     MambaSpec,
@@ -41,7 +43,7 @@ class Mixer(Protocol):
         """The only product that reads its input; None if there are several."""
 
     def __call__(self, x: NormedRows, memory: Any, step: Step) -> DeferredOutput:
-        """`memory`: this layer's part of its family's arena."""
+        """`memory`: this layer's part of its family's arena, or a tuple of one for each family."""
 
     def weights(self, name: str) -> Fills: ...
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]: ...
@@ -58,7 +60,10 @@ _CLASSES: dict[type[MixerSpec], Any] = {
 }
 
 
-def make_mixer(spec: MixerSpec, family: int, context: LayerContext) -> Mixer:
-    """`family`: the index of its memory in the step's `memories`."""
+def make_mixer(spec: MixerSpec, families: Sequence[int], context: LayerContext) -> Mixer:
+    """`families`: the indices of its memories in the step's `memories`."""
+    if isinstance(spec, CompressedSpec):
+        return CompressedAttention(spec, tuple(families), context)
+    [family] = families
     mixer: Mixer = _CLASSES[type(spec)](spec, family, context)
     return mixer

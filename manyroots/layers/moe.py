@@ -105,6 +105,12 @@ class SparseMLP:
             self._router_bias = torch.empty(
                 spec.num_experts, dtype=torch.float32, device=context.device
             )
+        self._table: Tensor | None = None
+        """[vocabulary, experts of a token], where no token chooses."""
+        if spec.vocab_size is not None:
+            tokens = torch.arange(spec.vocab_size, device=context.device)
+            places = torch.arange(spec.experts_per_token, device=context.device)
+            self._table = (tokens[:, None] + places) % spec.num_experts
         self.experts = Experts(spec, context)
         self.pooled: tuple[ExpertSite, ExpertSite] | None = None
         """The offsets of adapters' weights for the experts' two products; None without adapters."""
@@ -122,8 +128,16 @@ class SparseMLP:
         routing = moe.route(
             scores.sums, spec.experts_per_token, scores.lora,
             scoring=spec.scoring, bias=self._router_bias, factor=spec.factor, groups=spec.groups,
+            chosen=self._given(step),
         )  # fmt: skip
         return DeferredOutput(moe.experts(x, routing, self.experts.data, self._adapters(step)))
+
+    def _given(self, step: Step) -> Tensor | None:
+        """Each token's experts, where a table says them."""
+        if self._table is None:
+            return None
+        assert step.tokens is not None, "the decoder adds them"
+        return self._table[step.tokens]
 
     def _adapters(self, step: Step) -> ExpertAdapters | None:
         if step.lora is None or self.pooled is None:
@@ -137,6 +151,8 @@ class SparseMLP:
         if self._router_bias is not None:
             kind = "e_score_correction_bias" if self._spec.has_correction else "bias"
             yield f"{router}.{kind}", Fill(self._router_bias)
+        if self._table is not None:
+            yield f"{router}.tid2eid", Fill(self._table)
         yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:

@@ -32,6 +32,8 @@ class RopeSpec:
     """Frequencies for servers whose contexts may be longer than `short_len`; empty if always the
     same."""
     short_len: int = 0
+    group: int = 1
+    """Tokens that are rotated alike, by the first position of their group."""
 
     def frequencies_for(self, max_len: int) -> tuple[float, ...]:
         """Frequencies for a server with contexts of at most this many tokens."""

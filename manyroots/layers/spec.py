@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Scoring
-from manyroots.layers.memories import KV, Latent, StateMemory, StatePart
+from manyroots.layers.memories import KV, Latent, Memory, Rows, StateMemory, StatePart
 
 Divide = Callable[[str, int], int]
 """A rank's share of a number of named things; raises if ranks cannot divide them."""
@@ -300,7 +300,121 @@ class MambaSpec:
         return weights + biases + norm + 3 * self.num_heads
 
 
-MixerSpec = AttentionSpec | LatentSpec | ShortConvSpec | DeltaSpec | ChannelDeltaSpec | MambaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """How queries choose among the entries of compressed groups."""
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    """Entries that a query attends to at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """How groups of tokens are compressed into one entry each."""
+
+    size: int
+    """Tokens of a group."""
+    overlaps: bool
+    """Whether an entry is made of its own group and of the group before."""
+    index: IndexSpec | None
+    """None: queries attend to all entries."""
+    rope: int
+    """Which of the model's `ropes` rotates entries: by their group's first position."""
+
+    @property
+    def num_series(self) -> int:
+        """Of vectors that each token has for entries."""
+        return 1 + self.overlaps
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is made of."""
+        return self.size * self.num_series
+
+    @property
+    def index_dim(self) -> int:
+        return 0 if self.index is None else self.index.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedSpec:
+    """A layer that attends to a window of tokens, and before it to entries of compressed groups.
+    One vector per token, or per entry, is key and value of all heads (DeepSeek V4)."""
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    """The last numbers of a head, which are rotated in neighbouring pairs."""
+    window: int
+    q_rank: int
+    out_groups: int
+    """Of heads, whose outputs are projected separately."""
+    out_rank: int
+    """Numbers that each of these groups is projected to."""
+    rope: int
+    """Which of the model's `ropes` rotates its queries and keys."""
+    scale: float
+    norm_eps: float
+    groups: GroupSpec | None
+    """None: it sees the window alone."""
+    name: str = "self_attn"
+
+    @property
+    def memories(self) -> tuple[Rows, ...]:
+        """Keys within the window; then what tokens of groups that are not complete yet add to
+        their entries, and the entries with what queries choose them by."""
+        keys = Rows(self.head_dim, self.window)
+        groups = self.groups
+        if groups is None:
+            return (keys,)
+        width = self.head_dim + groups.index_dim
+        entries = Rows(
+            width,
+            None,
+            groups.size,
+            groups.index_dim,
+            None if groups.index is None else groups.index.num_chosen,
+        )
+        return keys, Rows(2 * groups.num_series * width, groups.span), entries
+
+    def cut(self, divide: Divide) -> CompressedSpec:
+        return replace(
+            self,
+            num_heads=divide("number of attention heads", self.num_heads),
+            out_groups=divide("number of output groups", self.out_groups),
+        )
+
+    def num_weights(self, hidden_size: int) -> int:
+        dim, heads, rank = self.head_dim, self.num_heads, self.q_rank
+        weights = hidden_size * (rank + dim) + rank * (1 + heads * dim) + dim
+        weights += heads * dim * self.out_rank + self.out_groups * self.out_rank * hidden_size
+        weights += heads
+        groups = self.groups
+        if groups is None:
+            return weights
+        width = dim + groups.index_dim
+        weights += groups.num_series * width * (2 * hidden_size + groups.size) + width
+        if groups.index is not None:
+            weights += groups.index.num_heads * (rank * groups.index_dim + hidden_size)
+        return weights
+
+
+MixerSpec = (
+    AttentionSpec
+    | LatentSpec
+    | CompressedSpec
+    | ShortConvSpec
+    | DeltaSpec
+    | ChannelDeltaSpec
+    | MambaSpec
+)
+
+
+def memories_of(mixer: MixerSpec) -> tuple[Memory, ...]:
+    """What a mixer remembers, each in a family of its own."""
+    return mixer.memories if isinstance(mixer, CompressedSpec) else (mixer.memory,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +453,8 @@ class ExpertsSpec:
     """The checkpoint's name of the router."""
     has_correction: bool = False
     """Whether each expert has a number that affects only the choice."""
+    vocab_size: int | None = None
+    """The length of the table that maps each token to its experts; None: tokens choose."""
     factor: float = 1.0
     """Factor of the chosen experts' weights."""
     groups: ExpertGroups | None = None
@@ -366,6 +482,26 @@ BlockSpec = DenseSpec | ExpertsSpec | SharedSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HyperSpec:
+    """Hyper-connections: the residual is several streams. Each half of a layer reads a mix of them
+    and writes to all; a doubly stochastic matrix mixes the streams meanwhile."""
+
+    num_streams: int
+    num_iterations: int
+    """By which a matrix is made doubly stochastic."""
+    eps: float
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of one half of a layer."""
+        count = self.num_streams
+        return (2 + count) * count * (count * hidden_size + 1) + 3
+
+    def num_end_weights(self, hidden_size: int) -> int:
+        """Of what joins the streams after the last layer."""
+        return self.num_streams * (self.num_streams * hidden_size + 1) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: its mixers, then its feed-forward block; each is added to the residual stream."""
 
@@ -380,6 +516,8 @@ class LayerSpec:
     """Whether the outputs of both are normalised before they are added."""
     factor: float = 1.0
     """Factor of both before they are added."""
+    hyper: HyperSpec | None = None
+    """None: the residual is one stream."""
 
     @property
     def num_norms(self) -> int:

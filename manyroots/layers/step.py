@@ -36,3 +36,5 @@ class Step:
     """Called before each layer, if pages arrive while the step computes."""
     logits_indices: LogitsIndices | None = None
     """None: all tokens."""
+    tokens: Tensor | None = None
+    """The tokens themselves, for blocks whose experts depend on them; the decoder adds them."""

@@ -7,7 +7,8 @@ devices in the kernel set.
     x -> norm -> mixers -> + x
       -> norm -> feed-forward block -> + x
 
-A product is added to the residual stream by the norm after it; see `layers/deferred_output.py`.
+The residual x may be several streams (`layers/hyper_connections.py`). A product is added to it by
+the norm after it; see `layers/deferred_output.py`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,22 @@ from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput, sum_of
 from manyroots.layers.embedding import Embedding, LmHead
+from manyroots.layers.hyper_connections import HyperConnection, ManyStreams, OneStream
 from manyroots.layers.linear import Linear
 from manyroots.layers.mixers import make_mixer
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.norm import NoNorm, RMSNorm
 from manyroots.layers.shared_moe import SharedExpertMLP
-from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, LayerSpec, SharedSpec
+from manyroots.layers.spec import (
+    BlockSpec,
+    CompressedSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerSpec,
+    SharedSpec,
+    memories_of,
+)
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import PLAIN, WeightFormat
@@ -62,6 +72,7 @@ class Sublayer:
         hidden = context.hidden_size
         self.norm = RMSNorm(hidden, context) if spec.has_pre_norms else NoNorm(context)
         self._post = RMSNorm(hidden, context) if spec.has_post_norms else None
+        self.hyper = None if spec.hyper is None else HyperConnection(spec.hyper, context)
 
     def whole(self, product: DeferredOutput) -> DeferredOutput:
         """The sum over ranks, and with the norm and the factor that it is still to have."""
@@ -72,21 +83,25 @@ class Sublayer:
             return product.with_factor(factor)
         return DeferredOutput(product.sums, product.lora, self._post.weight, factor)
 
-    def weights(self, norm: str, post: str) -> Fills:
+    def weights(self, norm: str, post: str, hyper: str) -> Fills:
         yield from self.norm.weights(norm)
         if self._post is not None:
             yield from self._post.weights(post)
+        if self.hyper is not None:
+            yield from self.hyper.weights(hyper)
 
 
 class DecoderLayer:
     """Mixers and a feed-forward block, or one of the two."""
 
-    def __init__(self, spec: LayerSpec, families: Sequence[int], context: LayerContext) -> None:
-        """`families`: of each mixer, which of the step's `memories` is its."""
+    def __init__(
+        self, spec: LayerSpec, families: Sequence[Sequence[int]], context: LayerContext
+    ) -> None:
+        """`families`: of each mixer, which of the step's `memories` are its."""
         self.spec, self._kernels = spec, context.kernels
         self.mixers = [
-            make_mixer(mixer, family, context)
-            for mixer, family in zip(spec.mixers, families, strict=True)
+            make_mixer(mixer, own, context)
+            for mixer, own in zip(spec.mixers, families, strict=True)
         ]
         self.feed_forward: GatedMLP | SparseMLP | SharedExpertMLP | None = None
         self.mixing: Sublayer | None = None
@@ -114,7 +129,7 @@ class DecoderLayer:
     def weights(self, name: str) -> Fills:
         if self.mixing is not None:
             post = f"{name}.post_attention_layernorm"
-            yield from self.mixing.weights(f"{name}.input_layernorm", post)
+            yield from self.mixing.weights(f"{name}.input_layernorm", post, f"{name}.attn_hc")
         for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
             yield from mixer.weights(f"{name}.{spec.name}")
         if self.feeding is None or self.feed_forward is None:
@@ -122,7 +137,7 @@ class DecoderLayer:
         norm = "pre_feedforward" if self.spec.has_post_norms else "post_attention"
         norm = norm if self.mixers else "input"
         post = f"{name}.post_feedforward_layernorm"
-        yield from self.feeding.weights(f"{name}.{norm}_layernorm", post)
+        yield from self.feeding.weights(f"{name}.{norm}_layernorm", post, f"{name}.ffn_hc")
         yield from self.feed_forward.weights(self._block_name(name))
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
@@ -176,12 +191,15 @@ class Decoder:
         self.layers = [
             DecoderLayer(
                 layer,
-                [number_of[mixer.memory] for mixer in layer.mixers],
+                [[number_of[one] for one in memories_of(mixer)] for mixer in layer.mixers],
                 context,
             )
             for layer in spec.layers
         ]
         self.norm = RMSNorm(spec.hidden_size, context)
+        hyper = spec.layers[-1].hyper
+        self.end = None if hyper is None else HyperConnection(hyper, context, is_end=True)
+        """What joins the streams of a model with hyper-connections."""
         self.head = LmHead(
             spec.vocab_size, context, factor=spec.logits_factor, cap=spec.logits_cap,
             tied_to=self.embedding if spec.tie_word_embeddings else None,
@@ -201,13 +219,17 @@ class Decoder:
         }
         self._memories = []
         for index, layer in enumerate(self.spec.layers):
-            found = (arena_of[mixer.memory] for mixer in layer.mixers)
-            self._memories.append([arena.layer(layers.index(index)) for arena, layers in found])
+            own = []
+            for mixer in layer.mixers:
+                found = (arena_of[memory] for memory in memories_of(mixer))
+                parts = tuple(arena.layer(layers.index(index)) for arena, layers in found)
+                own.append(parts if isinstance(mixer, CompressedSpec) else parts[0])
+            self._memories.append(own)
         # Half a MiB per thousand positions and kind; a step looks its rows up.
         positions = torch.arange(max_len, device=self.device)
         self.ropes = tuple(
             RopeTable.at(
-                positions,
+                positions - positions % rope.group,
                 torch.tensor(
                     rope.frequencies_for(max_len), dtype=torch.float32, device=self.device
                 ),
@@ -247,30 +269,32 @@ class Decoder:
         """Hidden states [num_tokens, hidden_size] after the final norm; of the tokens at
         `logits_indices`, where the step says which. After the last layer's mixers only these are
         computed."""
-        residual = self.embedding(tokens, step)
+        embedded = self.embedding(tokens, step)
+        residual = (
+            OneStream(embedded, self.kernels)
+            if self.end is None
+            else ManyStreams(embedded, self.kernels, self.end)
+        )
+        step = replace(step, tokens=tokens)
         product: DeferredOutput | None = None
         last = max(index for index, layer in enumerate(self.layers) if layer.mixers)
-
-        def read_by(half: Sublayer) -> NormedRows:
-            if product is None:
-                return half.norm.first(residual)
-            return half.norm.after(residual, product, half.reader)
-
         for index, layer in enumerate(self.layers):
             if step.before_layer is not None:
                 step.before_layer(index)
             if layer.mixing is not None:
-                product = layer.mix(read_by(layer.mixing), self._memories[index], step)
+                read = residual.read(layer.mixing, product)
+                product = layer.mix(read, self._memories[index], step)
             if index == last and product is not None and step.logits_indices is not None:
                 at = step.logits_indices.at
-                residual, product = residual[at], product.rows(at, self.kernels)
-                step = replace(step, lora=step.logits_indices.lora)
                 if len(at) == 0:
-                    return residual
+                    return embedded[at]
+                residual.only(at)
+                product = product.rows(at, self.kernels)
+                step = replace(step, lora=step.logits_indices.lora, tokens=tokens[at])
             if layer.feeding is not None:
-                product = layer.feed(read_by(layer.feeding), step)
+                product = layer.feed(residual.read(layer.feeding, product), step)
         assert product is not None
-        return self.norm.rows_after(residual, product)
+        return residual.end(self.norm, product)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
         """Scores [num_rows, vocab_size] in the model's dtype, for the rows that need them.
@@ -288,6 +312,8 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             yield from layer.weights(f"model.layers.{index}")
         yield from self.norm.weights("model.norm")
+        if self.end is not None:
+            yield from self.end.weights("model.hc_head")
         yield from self.head.weights("lm_head")
 
     def lora_parts(self) -> dict[str, SitePart]:

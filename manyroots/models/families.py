@@ -17,12 +17,14 @@ from manyroots.layers.memories import KV, Latent, Memory
 from manyroots.layers.spec import (
     AttentionSpec,
     ChannelDeltaSpec,
+    CompressedSpec,
     DeltaSpec,
     LatentSpec,
     LayerSpec,
     MambaSpec,
     MixerSpec,
     ShortConvSpec,
+    memories_of,
 )
 from manyroots.models.spec import ModelSpec
 from manyroots.store.arena import Arena
@@ -70,6 +72,9 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
                 return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
             case LatentSpec():
                 return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
+            case CompressedSpec():
+                mixer.memories[0].in_dtype(FP8_PAGES)  # refuses it
+                return mixer
             case ShortConvSpec() | DeltaSpec() | ChannelDeltaSpec() | MambaSpec():
                 return mixer  # a state is no page
             case _:
@@ -81,7 +86,8 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
 
 def pages_in(spec: ModelSpec) -> str:
     """How a model's keys and values are kept, in the same words."""
-    memories = (mixer.memory for layer in spec.layers for mixer in layer.mixers)
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers)
+    memories = (memory for mixer in mixers for memory in memories_of(mixer))
     tokens = (memory for memory in memories if isinstance(memory, KV | Latent))
     is_fp8 = any(memory.dtype == FP8_PAGES for memory in tokens)
     return "fp8" if is_fp8 else AUTO
@@ -92,7 +98,8 @@ def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
     found: dict[Memory, list[int]] = {}
     for index, layer in enumerate(layers):
         for mixer in layer.mixers:
-            found.setdefault(mixer.memory, []).append(index)
+            for memory in memories_of(mixer):
+                found.setdefault(memory, []).append(index)
     ordered = sorted(found.items(), key=lambda item: _order(item[0]))
     return tuple(LayerFamily(memory, tuple(indices)) for memory, indices in ordered)
 

@@ -70,6 +70,10 @@ TOKENS: Field = (
     lambda value: value is None or _is_token(value) or list_of(_is_token)(value),
 )
 
+_NAMES: Field = (
+    "a list of names, or null",
+    lambda value: value is None or list_of(lambda one: isinstance(one, str))(value),
+)
 POSITIVE = number("a number above 0", lambda value: value > 0)
 
 FIELDS: dict[str, Field] = {
@@ -109,10 +113,9 @@ FIELDS: dict[str, Field] = {
         "a whole number, or null",
         lambda value: value is None or type(value) is int,
     ),  # what it may be where it counts, `windows.py` says
-    "layer_types": (
-        "a list of names, or null",
-        lambda value: value is None or list_of(lambda one: isinstance(one, str))(value),
-    ),
+    "layer_types": _NAMES,
+    "mlp_layer_types": _NAMES,
+    "swiglu_limit": POSITIVE,
     "num_experts": whole(0, MAX_SIDE),
     "num_local_experts": whole(0, MAX_SIDE),  # another name for it, which transformers prefers
     "num_experts_per_tok": whole(0, MAX_SIDE),

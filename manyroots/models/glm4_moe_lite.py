@@ -10,7 +10,6 @@ from manyroots.models.deepseek import (
     latent_model,
     sigmoid_experts,
 )
-from manyroots.models.fields import list_of
 from manyroots.models.spec import ConfigReader, ModelSpec
 
 DENSE, SPARSE = "dense", "sparse"
@@ -81,11 +80,5 @@ ARCHITECTURES = {
         },
         describe,
         has_drafting_layers=True,
-        fields={
-            "mlp_layer_types": (
-                "a list of names, or null",
-                lambda value: value is None or list_of(lambda one: isinstance(one, str))(value),
-            ),
-        },
     ),
 }

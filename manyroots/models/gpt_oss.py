@@ -24,7 +24,6 @@ from manyroots.models.architecture import (
     fill_kv_heads,
     fill_types,
 )
-from manyroots.models.fields import POSITIVE
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import FULL, SLIDING, of_typed_layers
 
@@ -161,6 +160,5 @@ ARCHITECTURES = {
         },
         describe,
         translate,
-        fields={"swiglu_limit": POSITIVE},
     ),
 }

@@ -17,6 +17,7 @@ from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.layers.spec import (
     AttentionSpec,
     ChannelDeltaSpec,
+    CompressedSpec,
     DeltaSpec,
     LatentSpec,
     MambaSpec,
@@ -69,6 +70,8 @@ def _why_not(mixer: MixerSpec) -> str | None:
             sides = {"head": mixer.head_dim}
         case MambaSpec():
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
+        case CompressedSpec():
+            return "there are none for compressed groups of tokens yet"
         case ShortConvSpec() | LatentSpec():
             return None
         case _:
@@ -112,7 +115,7 @@ def _kv_heads(mixer: MixerSpec) -> int:
     match mixer:
         case AttentionSpec():
             return mixer.memory.kv_heads
-        case LatentSpec():
+        case LatentSpec() | CompressedSpec():
             return 1
         case ShortConvSpec() | DeltaSpec() | ChannelDeltaSpec() | MambaSpec():
             return 0

@@ -13,6 +13,7 @@ from manyroots.models.fields import Field
 
 _FILES = (
     "deepseek",
+    "deepseek_v4",
     "falcon_h1",
     "gemma2",
     "gemma3",

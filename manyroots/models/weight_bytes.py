@@ -47,10 +47,13 @@ def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
         sum(mixer.num_weights(hidden) for mixer in layer.mixers)
         + _of_block(layer.feed_forward, hidden)
         + layer.num_norms * hidden
+        + (0 if layer.hyper is None else 2 * layer.hyper.num_weights(hidden))
         for layer in spec.layers
     )
     head = 0 if spec.tie_word_embeddings else num_head_rows * hidden
-    return spec.vocab_size * hidden + layers + hidden + head
+    last = spec.layers[-1].hyper
+    end = 0 if last is None else last.num_end_weights(hidden)
+    return spec.vocab_size * hidden + layers + hidden + end + head
 
 
 def _of_block(spec: BlockSpec | None, hidden: int) -> int:
@@ -64,7 +67,8 @@ def _of_block(spec: BlockSpec | None, hidden: int) -> int:
         ups = 1 + spec.is_gated
         return (ups + 1) * hidden * inner + (ups * inner + hidden) * spec.bias
     one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
-    return spec.num_experts * (hidden + spec.bias + spec.has_correction + one)
+    table = 0 if spec.vocab_size is None else spec.vocab_size * spec.experts_per_token
+    return table + spec.num_experts * (hidden + spec.bias + spec.has_correction + one)
 
 
 def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, CLIP_LIMIT, Activation
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, in_fp8
 from manyroots.kernels.lora_ops.reference import expanded
 from manyroots.kernels.lora_ops.sites import LoraTerm
@@ -36,6 +36,8 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if activation is Activation.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
+    if activation is Activation.CLIPPED_SILU:
+        return F.silu(gate.clamp(max=CLIP_LIMIT)) * up.clamp(-CLIP_LIMIT, CLIP_LIMIT)
     if activation is Activation.SILU:
         return F.silu(gate) * up
     if activation is Activation.RELU:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, CLIP_LIMIT, Activation
 from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.lora_ops.sites import LoraTerm
 
@@ -39,6 +39,8 @@ def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         gate = gate.clamp(max=CLAMP_LIMIT)
         gate.mul_(torch.sigmoid(gate * CLAMP_ALPHA))
         return up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1).mul_(gate)
+    if activation is Activation.CLIPPED_SILU:
+        return F.silu(gate.clamp(max=CLIP_LIMIT)).mul_(up.clamp(-CLIP_LIMIT, CLIP_LIMIT))
     if activation is Activation.SILU:
         return F.silu(gate).mul_(up)
     if activation is Activation.RELU:

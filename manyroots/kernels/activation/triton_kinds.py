@@ -5,12 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, CLIP_LIMIT, Activation
 
 _SILU = tl.constexpr(Activation.SILU.value)
 _GELU = tl.constexpr(Activation.GELU.value)
 _GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
 _RELU = tl.constexpr(Activation.RELU.value)
+_CLIPPED = tl.constexpr(Activation.CLIPPED_SILU.value)
+_CLIP = tl.constexpr(CLIP_LIMIT)
 _ALPHA = tl.constexpr(CLAMP_ALPHA)
 _LIMIT = tl.constexpr(CLAMP_LIMIT)
 
@@ -67,6 +69,9 @@ def activated(gate, up, KIND: tl.constexpr, FAST: tl.constexpr = False):
         value = gate * tl.sigmoid(inner) * up
     elif KIND == _RELU:
         value = tl.maximum(gate, 0.0) * up
+    elif KIND == _CLIPPED:
+        gate = tl.minimum(gate, _CLIP)
+        value = gate * tl.sigmoid(gate) * tl.minimum(tl.maximum(up, -_CLIP), _CLIP)
     else:
         gate = tl.minimum(gate, _LIMIT)
         up = tl.minimum(tl.maximum(up, -_LIMIT), _LIMIT)

@@ -14,6 +14,7 @@ from manyroots.kernels.fused_moe.routing import (
     ExpertGroups,
     Routing,
     Scoring,
+    weights_by_expert,
 )
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
 from manyroots.kernels.lora_ops.reference import expanded
@@ -31,21 +32,27 @@ def route(
     bias: Tensor | None = None,
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
+    chosen: Tensor | None = None,
 ) -> Routing:
     """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
     adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
-    `groups`: restricts a token's experts to a few groups."""
+    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the experts, where a
+    table gives them."""
     total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
     added = 0.0 if bias is None else bias.float()
-    if scoring.is_sigmoid:
-        choice = within_groups(total.sigmoid() + added, groups, by_best_two=True)
-        _, experts = _largest(choice, top_k)
-        weights = total.sigmoid().gather(1, experts)
+    if scoring.is_by_expert:
+        own = weights_by_expert(total, scoring)
+        if chosen is None:
+            choice = within_groups(own + added, groups, by_best_two=True)
+            _, experts = _largest(choice, top_k)
+        else:
+            experts = chosen
+        weights = own.gather(1, experts)
     elif scoring is Scoring.SOFTMAX_OF_CHOSEN:
-        chosen, experts = _largest(total + added, top_k)
-        weights = chosen.softmax(-1)
+        best, experts = _largest(total + added, top_k)
+        weights = best.softmax(-1)
     else:
         likely = within_groups((total + added).softmax(-1), groups, by_best_two=False)
         weights, experts = _largest(likely, top_k)

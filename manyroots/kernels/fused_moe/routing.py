@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MAX_FEW_TOKENS = 128
@@ -31,14 +33,33 @@ class Scoring(enum.Enum):
     """Each expert's own sigmoid. The router's bias affects the choice but not the weights."""
     SIGMOID_RENORMALISED = "sigmoid_renormalised"
     """The same, divided by their sum (GLM-4.5)."""
+    SQRT_SOFTPLUS_RENORMALISED = "sqrt_softplus_renormalised"
+    """As that with the root of each expert's softplus (DeepSeek V4)."""
 
     @property
     def is_renormalised(self) -> bool:
-        return self in (Scoring.SOFTMAX_RENORMALISED, Scoring.SIGMOID_RENORMALISED)
+        return self in (
+            Scoring.SOFTMAX_RENORMALISED,
+            Scoring.SIGMOID_RENORMALISED,
+            Scoring.SQRT_SOFTPLUS_RENORMALISED,
+        )
 
     @property
-    def is_sigmoid(self) -> bool:
-        return self in (Scoring.SIGMOID, Scoring.SIGMOID_RENORMALISED)
+    def is_by_expert(self) -> bool:
+        """Whether an expert's weight depends on no other's score, before they are divided by their
+        sum."""
+        return self in (
+            Scoring.SIGMOID,
+            Scoring.SIGMOID_RENORMALISED,
+            Scoring.SQRT_SOFTPLUS_RENORMALISED,
+        )
+
+
+def weights_by_expert(scores: Tensor, scoring: Scoring) -> Tensor:
+    """Each expert's own weight, of its score."""
+    if scoring is Scoring.SQRT_SOFTPLUS_RENORMALISED:
+        return F.softplus(scores).sqrt()
+    return torch.sigmoid(scores)
 
 
 @dataclass(frozen=True, slots=True)

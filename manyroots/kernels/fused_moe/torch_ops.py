@@ -13,7 +13,13 @@ from torch import Tensor
 from manyroots.kernels.activation.torch_ops import activate
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.reference import within_groups
-from manyroots.kernels.fused_moe.routing import LEAST_SUM, ExpertGroups, Routing, Scoring
+from manyroots.kernels.fused_moe.routing import (
+    LEAST_SUM,
+    ExpertGroups,
+    Routing,
+    Scoring,
+    weights_by_expert,
+)
 from manyroots.kernels.fused_moe.torch_adapters import add_to_pairs, combine
 from manyroots.kernels.fused_moe.torch_pairs import PairsByAdapter, SortedPairs
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
@@ -30,21 +36,24 @@ def route(
     bias: Tensor | None = None,
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
+    chosen: Tensor | None = None,
 ) -> Routing:
     """Choose experts from a router's scores [tokens, experts], which include the adapters'
     additions, and the router's bias [experts]. All weights are multiplied with `factor`. `groups`:
-    restricts a token's experts to a few groups.
+    restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the experts, where a
+    table gives them.
 
     Probabilities are float32 for any dtype of the scores: in half precision experts would tie.
     """
     assert lora is None, "products of this set are finished"
     total = scores.float()
-    if bias is not None and not scoring.is_sigmoid:
+    if bias is not None and not scoring.is_by_expert:
         total = total + bias
-    if scoring.is_sigmoid:
-        own = torch.sigmoid(total)
-        choice = own if bias is None else own + bias
-        _, chosen = _largest(within_groups(choice, groups, by_best_two=True), top_k)
+    if scoring.is_by_expert:
+        own = weights_by_expert(total, scoring)
+        if chosen is None:
+            choice = own if bias is None else own + bias
+            _, chosen = _largest(within_groups(choice, groups, by_best_two=True), top_k)
         weights = own.gather(1, chosen)
     elif scoring is Scoring.SOFTMAX_OF_CHOSEN:
         best, chosen = _largest(total, top_k)

@@ -241,10 +241,14 @@ def route(
     bias: Tensor | None = None,
     factor: float = 1.0,
     groups: ExpertGroups | None = None,
+    chosen: Tensor | None = None,
 ) -> Routing:
     """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
     adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
-    `groups`: restricts a token's experts to a few groups."""
+    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the experts, where a
+    table gives them."""
+    if chosen is not None or scoring is Scoring.SQRT_SOFTPLUS_RENORMALISED:
+        raise NotImplementedError("models with such routers use the reference set")
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device

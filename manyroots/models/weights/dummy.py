@@ -27,7 +27,9 @@ def tensors(fills: Mapping[str, Fill], seed: int) -> Iterator[tuple[str, Tensor]
         if place.device not in generators:
             generators[place.device] = torch.Generator(place.device).manual_seed(seed)
         draw = torch.empty(fill.whole_shape, dtype=fill.source_dtype, device=place.device)
-        if name.endswith("norm.weight"):
+        if not place.is_floating_point():
+            yield name, place.clone()  # a table that its layer made
+        elif name.endswith("norm.weight"):
             yield name, draw.fill_(1.0 - fill.offset)
         else:
             yield name, draw.normal_(std=STD, generator=generators[place.device])

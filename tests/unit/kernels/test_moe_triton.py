@@ -60,7 +60,7 @@ def test_f01_experts_are_chosen_within_the_chosen_groups(
 ) -> None:
     """F01: groups of 3, 4, 1 and 8 experts; never one of a group that was not chosen."""
     scores, bias = randn(7, experts), randn(experts, seed=8)
-    bias = bias if scoring.is_sigmoid else None
+    bias = bias if scoring.is_by_expert else None
     own = ExpertGroups(*groups)
     routing = fast.route(scores, 3, scoring=scoring, bias=bias, groups=own)
     expected = reference.route(scores, 3, scoring=scoring, bias=bias, groups=own)

@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma2Config,
@@ -184,6 +186,35 @@ DEEPSEEK: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+DEEPSEEK_V4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 22,
+    "qk_rope_head_dim": 6,
+    "q_lora_rank": 19,
+    "intermediate_size": 20,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "o_groups": 2,
+    "o_lora_rank": 5,
+    "index_n_heads": 9,
+    "index_head_dim": 10,
+    "index_topk": 5,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 3,
+    "sliding_window": WINDOW,
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "num_hash_layers": 2,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
 GEMMA2: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": WINDOW,
@@ -348,6 +379,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {**DEEPSEEK, "num_mtp_layers": 0, "attention_bias": True, "rope_interleave": False,
          "norm_topk_prob": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     ),
+    "deepseek-v4": (DeepseekV4Config, DeepseekV4ForCausalLM, DEEPSEEK_V4),
     "glm4-moe-lite": (
         Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM,
         {**DEEPSEEK, "n_shared_experts": 1, "mlp_layer_types": ["sparse", "dense", "sparse"]},
@@ -410,11 +442,16 @@ def randomise(model: PreTrainedModel, kind: str, rng: torch.Generator) -> None:
             parameter.normal_(std=0.5, generator=rng)
         elif name.endswith("sinks"):
             parameter.normal_(std=2.0, generator=rng)
-        elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":
+        elif name.endswith("experts.gate_up_proj") and kind in ("gpt-oss", "deepseek-v4"):
             parameter.mul_(5.0)  # so that some are cut off
+        elif name.endswith(("hc.base", "hc_base")):
+            parameter.normal_(std=0.5, generator=rng)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.2, generator=rng)
+        elif name.endswith("tid2eid"):
+            scores = torch.rand(len(buffer), model.config.n_routed_experts, generator=rng)
+            buffer.copy_(scores.argsort(dim=1)[:, : buffer.shape[1]])
 
 
 def load_tiny(

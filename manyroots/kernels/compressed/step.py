@@ -1,0 +1,146 @@
+"""One step as layers that keep rows of tokens, or of groups of tokens, see it.
+
+Made once per step and family by the memory; read by all of its layers. Says where rows of tokens
+lie, which groups of tokens end in this step, and which tokens each sequence has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.kernels.latent.step import Int64s, PromptLens
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTokens:
+    """A sequence's tokens of this step."""
+
+    seq: int
+    tokens: slice
+    """Among all of the step's."""
+    context_len: int
+    """Up to and including the last of them."""
+
+    def blocks(self, most: int) -> list[SequenceTokens]:
+        """The same in order, at most so many tokens each."""
+        first, last = self.tokens.start, self.tokens.stop
+        ends = [min(last, begin + most) for begin in range(first, last, most)]
+        return [
+            SequenceTokens(self.seq, slice(begin, end), self.context_len - (last - end))
+            for begin, end in zip(range(first, last, most), ends, strict=True)
+        ]
+
+    @property
+    def num_before(self) -> int:
+        """Tokens before the first of these."""
+        count: int = self.tokens.stop - self.tokens.start
+        return self.context_len - count
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedGroups:
+    """Groups whose last token is one of this step's."""
+
+    tokens: Tensor
+    """int64 [groups]: that token, among the step's."""
+    sources: Tensor
+    """int64 [groups, span]: where the rows of the tokens lie that an entry is made of, -1 for those
+    before the sequence begins."""
+
+
+class RowsStep:
+    """What the layers of one family read of a step."""
+
+    def __init__(
+        self,
+        *,
+        page_table: Tensor,
+        context_lens: Tensor,
+        num_decodes: int,
+        slot_mapping: SlotMapping,
+        page_size: int,
+        group: int,
+        prompts: PromptLens | None,
+    ) -> None:
+        """The tensors are those of `StepRows`; decoding sequences come first. `group`: tokens that
+        a row stands for."""
+        self.slot_mapping = slot_mapping
+        self.page_table = page_table
+        self.group = group
+        self._lens, self._num_decodes = context_lens, num_decodes
+        self._page_size, self._prompts = page_size, prompts
+        self._closed: dict[tuple[int, int], ClosedGroups] = {}
+
+    @cached_property
+    def sequences(self) -> tuple[SequenceTokens, ...]:
+        """In order; asks the device for the lengths of those that decode."""
+        lens = self._host_lens.tolist()
+        ends = np.cumsum(self._counts).tolist()
+        begins = [0, *ends[:-1]]
+        return tuple(
+            SequenceTokens(seq, slice(begin, end), length)
+            for seq, (begin, end, length) in enumerate(zip(begins, ends, lens, strict=True))
+        )
+
+    @cached_property
+    def _host_lens(self) -> Int64s:
+        decodes = self._lens[: self._num_decodes].cpu().numpy().astype(np.int64)
+        prompts = self._prompts
+        return decodes if prompts is None else np.concatenate((decodes, prompts.context_lens))
+
+    @cached_property
+    def _counts(self) -> Int64s:
+        ones = np.ones(self._num_decodes, np.int64)
+        prompts = self._prompts
+        return ones if prompts is None else np.concatenate((ones, prompts.num_queries))
+
+    @cached_property
+    def _host_seqs(self) -> Int64s:
+        """Each token's sequence."""
+        return np.arange(len(self._counts)).repeat(self._counts)
+
+    @cached_property
+    def _host_positions(self) -> Int64s:
+        last = np.cumsum(self._counts).repeat(self._counts)
+        before_last = last - 1 - np.arange(len(last))
+        positions: Int64s = self._host_lens.repeat(self._counts) - 1 - before_last
+        return positions
+
+    def slots(self, seqs: Tensor, positions: Tensor) -> Tensor:
+        """int64: where rows lie, counted over all pages: of the tokens at `positions`, or of their
+        groups."""
+        size = self._page_size
+        pages = self.page_table[seqs, positions // size].long()
+        return pages * (size // self.group) + positions % size // self.group
+
+    def rows_of(self, seq: int, first: int, last: int) -> Tensor:
+        """int64: where the rows lie that a sequence has from one number to another."""
+        positions = torch.arange(first, last, device=self.page_table.device) * self.group
+        return self.slots(torch.full_like(positions, seq), positions)
+
+    def closed(self, size: int, span: int) -> ClosedGroups:
+        """Groups of `size` tokens that end in this step, each entry made of `span` tokens. Of a
+        family that has a row for each token."""
+        key = (size, span)
+        if key not in self._closed:
+            tokens = np.flatnonzero((self._host_positions + 1) % size == 0)
+            device = self.page_table.device
+            places = self._host_positions[tokens, None] + np.arange(1 - span, 1)
+            at = torch.from_numpy(places).to(device)
+            seqs = torch.from_numpy(self._host_seqs[tokens, None]).to(device).expand_as(at)
+            slots = self.slots(seqs, at.clamp(min=0))
+            sources = torch.where(at < 0, -1, slots)
+            self._closed[key] = ClosedGroups(torch.from_numpy(tokens).to(device), sources)
+        return self._closed[key]
+
+    def slots_of(self, tokens: Tensor) -> Tensor:
+        """int64: where the rows lie that stand for these tokens of the step."""
+        seqs = torch.from_numpy(self._host_seqs).to(tokens.device)[tokens]
+        positions = torch.from_numpy(self._host_positions).to(tokens.device)[tokens]
+        return self.slots(seqs, positions)

@@ -1,0 +1,61 @@
+"""Hyper-connections with torch's operators, in float32 where weights are computed.
+
+The residual is n streams [tokens, n, hidden]. Weights are products of all of a token's streams,
+normalised. The mixing matrix is made doubly stochastic by dividing columns and rows by their sums
+in turn (Sinkhorn-Knopp).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+
+
+def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
+    """What a half of a layer reads of streams [tokens, n, hidden]."""
+    count = streams.shape[1]
+    numbers = _numbers(streams, weights)
+    sizes = [count, count, count * count]
+    pre, post, mix = (
+        part * scale + base
+        for part, scale, base in zip(
+            torch.split(numbers, sizes, dim=1),
+            weights.scale,
+            torch.split(weights.base, sizes),
+            strict=True,
+        )
+    )
+    eps = weights.eps
+    matrix = mix.view(-1, count, count).softmax(2) + eps
+    matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+    for _ in range(weights.num_iterations - 1):
+        matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
+    rows = _joined(streams, torch.sigmoid(pre) + eps)
+    return HyperRead(rows, 2 * torch.sigmoid(post), matrix)
+
+
+def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
+    """The streams after a half of a layer gave `output` [tokens, hidden]."""
+    dtype = streams.dtype
+    mixed = torch.matmul(read.mix.to(dtype).transpose(1, 2), streams)
+    return read.post.to(dtype)[..., None] * output.to(dtype)[:, None] + mixed
+
+
+def join_streams(streams: Tensor, weights: HyperWeights) -> Tensor:
+    """[tokens, hidden]: what the model's last norm reads."""
+    numbers = _numbers(streams, weights) * weights.scale + weights.base
+    return _joined(streams, torch.sigmoid(numbers) + weights.eps)
+
+
+def _numbers(streams: Tensor, weights: HyperWeights) -> Tensor:
+    flat = streams.flatten(1).float()
+    normed = flat * torch.rsqrt(flat.square().mean(1, keepdim=True) + weights.norm_eps)
+    return F.linear(normed, weights.product)
+
+
+def _joined(streams: Tensor, shares: Tensor) -> Tensor:
+    return (shares[..., None] * streams).sum(1).to(streams.dtype)

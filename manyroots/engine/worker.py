@@ -36,6 +36,7 @@ from manyroots.errors import ConfigError
 from manyroots.grammar.cache import GrammarCache
 from manyroots.models.chip import Chip, this_chip
 from manyroots.models.decoder import Decoder
+from manyroots.models.families import check_page_size
 from manyroots.models.kernel_set import check_step, kernel_set
 from manyroots.models.load import describe, load_model
 from manyroots.models.quantization import W4A8
@@ -172,6 +173,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         max_num_tokens=scheduler.max_num_batched_tokens,
         max_num_rows=scheduler.max_num_seqs,
     )
+    check_page_size(spec.layers, settings.cache.block_size)
     model = load_model(
         source,
         dtype=dtype,

@@ -253,11 +253,6 @@ class Rows:
         device: torch.device,
     ) -> Arena:
         """Layers see `[num_pages, page_size / group, width]`."""
-        if page_size % self.group:
-            raise ConfigError(
-                f"--block-size is {page_size}, and the model compresses groups of {self.group} "
-                f"tokens, which a page must hold whole; choose a multiple of {self.group}."
-            )
         shape = (page_size // self.group, self.width)
         return PageArena(num_units, page_size, num_layers, shape, dtype, device)
 

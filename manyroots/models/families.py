@@ -13,7 +13,8 @@ from typing import assert_never
 
 import torch
 
-from manyroots.layers.memories import KV, Latent, Memory
+from manyroots.errors import ConfigError
+from manyroots.layers.memories import KV, Latent, Memory, Rows
 from manyroots.layers.spec import (
     AttentionSpec,
     ChannelDeltaSpec,
@@ -91,6 +92,17 @@ def pages_in(spec: ModelSpec) -> str:
     tokens = (memory for memory in memories if isinstance(memory, KV | Latent))
     is_fp8 = any(memory.dtype == FP8_PAGES for memory in tokens)
     return "fp8" if is_fp8 else AUTO
+
+
+def check_page_size(layers: Sequence[LayerSpec], page_size: int) -> None:
+    """Refuse pages that do not hold whole groups of tokens, where a model compresses groups."""
+    groups = (f.memory.group for f in families(layers) if isinstance(f.memory, Rows))
+    largest = max(groups, default=1)
+    if page_size % largest:
+        raise ConfigError(
+            f"--block-size is {page_size}, and the model compresses groups of {largest} tokens, "
+            f"which a page must hold whole; choose a multiple of {largest}."
+        )
 
 
 def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soaks.differential import LATENT_MIXES, MIXES, RECURRENT_MIXES, run
+from tests.soaks.differential import (
+    COMPRESSED_MIXES,
+    LATENT_MIXES,
+    MIXES,
+    RECURRENT_MIXES,
+    run,
+)
 from tests.unit.store.tiers import server_program
 
 NUM_TRACES = 6
 NUM_RECURRENT_TRACES = 3
 NUM_LATENT_TRACES = 3
+NUM_COMPRESSED_TRACES = 3
 NUM_RANK_TRACES = 4
 
 
@@ -27,6 +34,15 @@ def test_f07_tokens_from_latents_are_cold_tokens(mix: str) -> None:
     """F01, F07, F08, H13: the same with pages of latents, and adapters of `kv_b_proj` in prompts
     and in absorbed decode."""
     found = run(mix, range(NUM_LATENT_TRACES))
+    assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
+    assert found.near_ties <= found.requests // 20
+
+
+@pytest.mark.parametrize("mix", COMPRESSED_MIXES)
+def test_f10_tokens_from_compressed_groups_are_cold_tokens(mix: str) -> None:
+    """F01, F08, F10, H13: the same with entries of groups, open groups and an index, and adapters
+    of all that they are made of."""
+    found = run(mix, range(NUM_COMPRESSED_TRACES))
     assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
     assert found.near_ties <= found.requests // 20
 

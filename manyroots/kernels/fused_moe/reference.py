@@ -36,8 +36,8 @@ def route(
 ) -> Routing:
     """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
     adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
-    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the experts, where a
-    table gives them."""
+    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the
+    experts, where a table gives them."""
     total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)

@@ -62,6 +62,7 @@ _SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
 _OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
 _SIGMOID = tl.constexpr(Scoring.SIGMOID.value)
 _SIGMOID_RENORMALISED = tl.constexpr(Scoring.SIGMOID_RENORMALISED.value)
+_ROOT = tl.constexpr(Scoring.SQRT_SOFTPLUS_RENORMALISED.value)
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
 MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
 """Up to this many tokens, `route` orders the pairs itself; more go through `triton_order.py` in
@@ -101,7 +102,7 @@ def _within_groups(
         is_here = (group_of == group)[None, :]
         own = tl.where(is_here, left, float("-inf"))
         score = tl.max(own, axis=1)
-        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED or SCORING == _ROOT:  # noqa: SIM109
             if GROUP_SIZE > 1:
                 is_first = e[None, :] == tl.argmax(own, axis=1)[:, None]
                 score += tl.max(tl.where(is_first, float("-inf"), own), axis=1)
@@ -137,13 +138,19 @@ def _choose(
             hidden_row, LORA_SPLITS, RANK_BLOCK,
         )  # fmt: skip
     own = scores
-    if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
-        own = tl.where(ok, tl.sigmoid(scores), 0.0)
+    if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED or SCORING == _ROOT:  # noqa: SIM109
+        if SCORING == _ROOT:
+            own = tl.maximum(scores, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(scores)))
+            own = tl.where(ok, tl.sqrt(own), 0.0)
+        else:
+            own = tl.where(ok, tl.sigmoid(scores), 0.0)
         scores = tl.where(ok, own, float("-inf"))
     if HAS_BIAS:
         scores += tl.load(bias + e, mask=e < num_experts, other=0.0).to(tl.float32)[None, :]
     scores = tl.where((r < num_rows)[:, None], scores, 0.0)
-    if SCORING == _OF_CHOSEN or SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+    if SCORING == _OF_CHOSEN:  # noqa: SIM114
+        left = scores
+    elif SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED or SCORING == _ROOT:  # noqa: SIM109
         left = scores
     else:
         left = tl.exp(scores - tl.max(scores, axis=1)[:, None])
@@ -161,7 +168,7 @@ def _choose(
         is_this = c[None, :] == i
         experts = tl.where(is_this, which[:, None], experts)
         is_that = e[None, :] == which[:, None]
-        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED or SCORING == _ROOT:  # noqa: SIM109
             best = tl.where(is_this, tl.sum(tl.where(is_that, own, 0.0), axis=1)[:, None], best)
         else:
             best = tl.where(is_this, tl.max(left, axis=1)[:, None], best)
@@ -245,15 +252,15 @@ def route(
 ) -> Routing:
     """Choose experts from a router's scores [tokens, experts] (or partial sums of them), the
     adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
-    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the experts, where a
-    table gives them."""
-    if chosen is not None or scoring is Scoring.SQRT_SOFTPLUS_RENORMALISED:
-        raise NotImplementedError("models with such routers use the reference set")
+    `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the
+    experts, where a table gives them."""
+    if chosen is not None:
+        raise NotImplementedError("models whose experts follow from tokens use the reference set")
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
-    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    found = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     is_small = num_rows <= MAX_ROUTED_TOKENS
     ranks, pairs = torch.empty(
         2, num_experts * num_rows if is_small else 0, dtype=torch.int32, device=device
@@ -264,13 +271,13 @@ def route(
     if lora is not None:
         block_r, num_warps = 1, 8
     if lora is None:
-        adapters, hidden_strides, lora_splits = (parts, chosen, parts, chosen), (0, 0), 0
+        adapters, hidden_strides, lora_splits = (parts, found, parts, found), (0, 0), 0
     else:
         hidden, site = lora.hidden, lora.site
         adapters = (hidden, lora.rows.slots, site.pool, site.table)
         hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
-        parts, parts if bias is None else bias, chosen, weights, ranks, pairs, lists, *adapters,
+        parts, parts if bias is None else bias, found, weights, ranks, pairs, lists, *adapters,
         counters(device), num_rows, num_experts, factor, parts.stride(0), parts.stride(1),
         *hidden_strides,
         NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
@@ -283,9 +290,9 @@ def route(
         num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
     if is_small:
-        return Routing(weights, pairs, lists, chosen)
+        return Routing(weights, pairs, lists, found)
     rows = tile_rows(num_rows * top_k, num_experts)
-    return ordered(chosen, weights, num_experts, tile_rows=rows)
+    return ordered(found, weights, num_experts, tile_rows=rows)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])

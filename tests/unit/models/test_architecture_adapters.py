@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek-v2": {},
     "deepseek-v2-lite": {},
     "deepseek-v3": {},
+    "deepseek-v4": {},
     "glm4-moe-lite": {},
     "minicpm3": {},
     "kimi-linear": {},
@@ -33,7 +34,12 @@ KINDS: dict[str, dict[str, Any]] = {
 """Kinds, and sizes that differ from the usual ones."""
 TARGETS = {
     "nemotron-h": ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
-}
+    # All but o_a_proj, of which PEFT adds all groups' output to each group's.
+    "deepseek-v4": [
+        "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "gate_proj", "up_proj", "down_proj",
+        "weights_proj",
+    ],
+}  # fmt: skip
 """What PEFT takes, where it refuses what its own word for everything includes."""
 ENDS = {"nemotron-h": {"target_modules": ["lm_head", "q_proj"]}}
 """Its embedding has another name there, under which adapters of it are refused."""

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import reference_kernels
-from manyroots.models.families import families, with_pages_in
+from manyroots.models.families import check_page_size, with_pages_in
 from tests.helpers.seeded import Draw
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.test_logits_parity import assert_logits, expected, in_steps, prompts
@@ -71,8 +72,6 @@ def test_f10_the_index_leaves_entries_out(tmp_path: Path) -> None:
 
 def test_f10_checkpoints_under_published_names_are_read(tmp_path: Path) -> None:
     """F10: without the prefix that transformers adds, and with layers that draft."""
-    from safetensors.torch import load_file, save_file
-
     theirs = save_tiny(tmp_path, "deepseek-v4")
     file = tmp_path / "model.safetensors"
     tensors = {name.removeprefix("model."): one for name, one in load_file(file).items()}
@@ -88,10 +87,10 @@ def test_f10_checkpoints_under_published_names_are_read(tmp_path: Path) -> None:
 
 def test_f10_pages_must_hold_whole_groups() -> None:
     """F10: refused with both numbers before anything is computed."""
-    found = families(tiny_spec("deepseek-v4", compress_rates=PUBLISHED).layers)
+    layers = tiny_spec("deepseek-v4", compress_rates=PUBLISHED).layers
+    check_page_size(layers, 256)
     with pytest.raises(ConfigError, match=r"--block-size is 16.*groups of 128.*multiple of 128"):
-        for family in found:
-            family.make_arena(2, 16, torch.float32, torch.device("cpu"))
+        check_page_size(layers, 16)
 
 
 def test_f10_what_is_not_served_is_refused_by_name() -> None:

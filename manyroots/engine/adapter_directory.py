@@ -1,17 +1,17 @@
-"""The directory of adapters: which names exist, where their files are, and who waits for them.
+"""The directory of adapters: their names, their files, and the requests that wait for them.
 
-In: submissions that name an adapter, loads and unloads. Out: the same submissions, handed to the
-scheduler once it knows the adapter, or refused with the reason; and replies to loads and unloads.
+In: submissions that name an adapter, loads and unloads. Out: the same submissions, passed to the
+scheduler once it knows the adapter, or refused with a reason; and replies to loads and unloads.
 
-Names are noted at start and read when first wanted, so that starting with many costs no more than
-with few. A read runs on another thread; everyone else decodes meanwhile. Messages about one name
-are carried out in their order: those that come while it is read wait in its entry. Only requests
-for content that is loaded already pass, since a reload gives them nothing to wait for.
+Names are noted at start and their files are read on first use, so starting with many adapters costs
+no more than with few. A read runs on another thread while other requests decode. Messages about one
+name are handled in order: later ones wait in the name's entry while it is read. Only requests for
+already loaded content pass, because a reload does not affect them.
 
-With --lora-source, a name that was never given is looked for when a request first names it. Such
-names are forgotten again, least recently used first, when there are many.
+With --lora-source, an unknown name is looked up when a request first uses it. If there are many
+such names, the least recently used are forgotten.
 
-Called by the loop's thread alone. Knows no tensor and no slot.
+Only the loop's thread calls this. Knows no tensor and no slot.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_FOUND_NAMES = 1024
-"""Names found below --lora-source that are known at once."""
+"""Most names found in --lora-source that are known at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +78,23 @@ class AdapterFiles:
     """How the execute half reads adapters."""
 
     read: Callable[[Path, Sequence[Path] | None], tuple[AdapterSpec, AdapterWeights]]
-    """Everything in a folder, checked against the model; raises what a caller may read. With
-    folders given, no link may lead out of them. Called on other threads."""
+    """Reads everything in a folder and checks it against the model; raises errors that a caller may
+    see. If folders are given, no link may lead out of them. Called on other threads."""
     keep: Callable[[AdapterWeights], None]
-    """Takes what was just read as the copy in host memory."""
+    """Keeps what was just read as the copy in host memory."""
     close: Callable[[], None] = lambda: None
-    """Nothing will be read any more."""
+    """Called when nothing more will be read."""
     read_memory: Callable[[MemoryAdapter], tuple[AdapterSpec, AdapterWeights]] | None = None
-    """The same of an adapter in memory; None where none is taken."""
+    """The same for an adapter in memory; None if those are not supported."""
     read_combined: Callable[[Sequence[FoundPart]], tuple[AdapterSpec, AdapterWeights]] | None = None
-    """The same of several with weights; None where none are combined."""
+    """The same for a weighted sum of adapters; None if combining is not supported."""
     sources: AdapterSources | None = None
-    """Where folders come from, if the execute half fetches, too; None: the directory's own."""
+    """Sources of folders, if the execute half also fetches; None: the directory's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """What a read gave."""
+    """The result of a read."""
 
     located: Located
     spec: AdapterSpec
@@ -112,22 +112,22 @@ class AdapterDirectory:
         *,
         base_names: Collection[str],
     ) -> None:
-        """`base_names`: what the base model is called, which no adapter may be."""
+        """`base_names`: names of the base model, which no adapter may have."""
         self.submit: Callable[[Submit], None] = scheduler.submit
-        """Where requests go whose adapter the scheduler knows."""
+        """Receives requests whose adapter the scheduler knows."""
         self._lora_dirs = settings.lora_dirs
         self._is_restricted = bool(settings.lora_dirs or settings.lora_source)
-        """If false, any folder may be read: only a process's own code asks then, since endpoints
-        need one of the two."""
+        """If false, any folder may be read. Only the process's own code can ask then, since
+        endpoints need one of the two settings."""
         self._sources = files.sources or AdapterSources(settings)
         self._found: OrderedDict[AdapterName, None] = OrderedDict()
-        """Names found below --lora-source, those used last at the end."""
+        """Names found in --lora-source, most recently used last."""
         self._scheduler = scheduler
         self._files = files
         self._base_names = frozenset(base_names)
         self._entries: dict[AdapterName, AdapterEntry] = {}
         self._where: dict[RequestId, WaitingMessages] = {}
-        """Among whose messages each request waits."""
+        """The waiting messages that each request is among."""
         self.reads: Reads[_Read] = Reads()
         self._outputs: list[Output] = []
         self._replies: list[LoraReply] = []
@@ -136,7 +136,7 @@ class AdapterDirectory:
             self.note(module)
 
     def note(self, module: LoraModule) -> None:
-        """Know a name, without reading anything."""
+        """Register a name without reading anything."""
         name = AdapterName(module.name)
         if fault := self._name_fault(module.name):
             raise RequestError(fault, field="lora_name")
@@ -155,7 +155,7 @@ class AdapterDirectory:
             )
 
     def handle(self, message: AdapterMessage) -> None:
-        """Carry out a message, now or when its turn in the name's entry has come."""
+        """Handle a message now, or after earlier messages of the same name."""
         if isinstance(message, Submit) and is_combination(str(message.adapter)):
             self._combine(message)
             return
@@ -177,7 +177,7 @@ class AdapterDirectory:
             self._carry_out(entry, message)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request that waits here; False if none does."""
+        """Forget a request that waits here; False if there is none."""
         waiting = self._where.get(request_id)
         if waiting is None:
             return False
@@ -190,7 +190,7 @@ class AdapterDirectory:
         return [m for e in self._entries.values() for m in e.waiting if isinstance(m, Submit)]
 
     def where(self, name: AdapterName) -> Tier | None:
-        """Where a request that comes now finds the weights; None if the name means nothing."""
+        """The tier on which a new request finds the weights; None if the name is unknown."""
         name = AdapterName(split_revision(name)[0])
         if name not in self._entries:
             return None
@@ -206,7 +206,7 @@ class AdapterDirectory:
         return self.reads.num_under_way > 0
 
     def poll(self) -> list[Output]:
-        """Take in what has been read meanwhile. Gives the outputs of requests that were refused."""
+        """Handle finished reads. Returns the outputs of requests that were refused."""
         for finished in self.reads.take():
             self._take_in(finished)
         outputs, self._outputs = self._outputs, []
@@ -240,7 +240,7 @@ class AdapterDirectory:
         return entry
 
     def _is_alive(self, submit: Submit) -> bool:
-        """Whether what a request names can be held now."""
+        """Whether a request's adapter can be held now."""
         assert submit.adapter is not None
         name, revision = split_revision(submit.adapter)
         return self._scheduler.find_adapter(AdapterName(name), revision) is not None
@@ -251,14 +251,14 @@ class AdapterDirectory:
         return name_fault(name)
 
     def _carry_out(self, entry: AdapterEntry, message: AdapterMessage) -> None:
-        """Nothing of this name is under way."""
+        """Handle a message; no read of this name is in progress."""
         match message:
             case Submit() if is_combination(str(message.adapter)) and entry.combines is None:
                 self._combine(message)
             case Submit() if self._is_alive(message):
                 self.submit(message)
             case Submit() if self._scheduler.adapter(entry.name) is not None:
-                self._refuse_unknown(message)  # a revision that is over
+                self._refuse_unknown(message)  # a revision that no longer exists
             case Submit() if entry.module is not None:
                 entry.waiting.append_first(message)
                 self._begin(entry, entry.module.path, None)
@@ -279,8 +279,8 @@ class AdapterDirectory:
                 self._refuse_unknown(message)
 
     def _combine(self, submit: Submit) -> None:
-        """A request for several adapters: each is read if it is not, then their sum is what it
-        waits for, under a name of its own."""
+        """A request for several adapters. Each is read if needed; then the request waits for their
+        sum, which has its own name."""
         assert submit.adapter is not None
         found: list[FoundPart] = []
         for part in combined_names(submit.adapter):
@@ -307,7 +307,7 @@ class AdapterDirectory:
         self._handle(replace(submit, adapter=name))
 
     def _forget_combinations(self, digest: AdapterDigest) -> None:
-        """Drop sums with a content that no request may use any more."""
+        """Drop sums that include content which requests may no longer use."""
         for name in list(self._found):
             entry = self._entries[name]
             is_part = any(part.digest == digest for part in entry.combines or ())
@@ -333,7 +333,7 @@ class AdapterDirectory:
         self.reads.begin(entry, job, is_slow=not path or is_address(path))
 
     def _read_combined(self, entry: AdapterEntry) -> _Read:
-        """On a thread that reads."""
+        """Runs on a reading thread."""
         assert entry.combines is not None
         assert self._files.read_combined is not None
         assert entry.module is not None
@@ -341,23 +341,23 @@ class AdapterDirectory:
         return _Read(Located(entry.module.path, None, "(combined)"), spec, weights)
 
     def _read_memory(self, load: PublishLora) -> _Read:
-        """On a thread that reads."""
+        """Runs on a reading thread."""
         assert isinstance(load.adapter, MemoryAdapter)
         assert self._files.read_memory is not None
         spec, weights = self._files.read_memory(load.adapter)
         return _Read(self._sources.keep(load.name, load.adapter), spec, weights)
 
     def _locate(self, name: AdapterName, path: str, load: LoadLora | None) -> Located:
-        """On a thread that reads."""
+        """Runs on a reading thread."""
         if load is None and not path:
             return self._sources.by_name(name)
-        # What was noted at start is the operator's own word.
+        # The operator named this folder at start, so it is trusted.
         if load is None or load.is_upload or not self._is_restricted:
             return self._sources.by_operator(path)
         return self._sources.by_caller(path, self._lora_dirs)
 
     def _take_in(self, finished: Finished[_Read]) -> None:
-        """A read is over: answer whoever asked for it, then go on with its entry."""
+        """Handle a finished read: reply to its requester, then continue with the entry."""
         entry = finished.key
         assert isinstance(entry, AdapterEntry)
         load = entry.load
@@ -381,7 +381,7 @@ class AdapterDirectory:
         self._forget_found()
 
     def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | PublishLora | None) -> None:
-        """The scheduler takes requests for the name from now on."""
+        """Let the scheduler accept requests for the name."""
         spec, before = read.spec, self._scheduler.adapter(entry.name)
         is_pinned = load is not None and load.is_pinned
         folder = str(read.located.folder)
@@ -402,12 +402,12 @@ class AdapterDirectory:
     def _fail(
         self, entry: AdapterEntry, load: LoadLora | PublishLora | None, error: Exception
     ) -> None:
-        """Whatever the name meant before, it still does; wanting it again reads again (W10)."""
+        """The name keeps its earlier meaning; the next use reads the files again (W10)."""
         kind = _kind_of(error)
         if kind is ErrorKind.ENGINE:
             logger.error("adapter %s could not be read", entry.name, exc_info=error)
         if entry.name in self._found and self._scheduler.adapter(entry.name) is None:
-            # It may be there, or be another, when it is next named.
+            # It may exist, or be another one, when it is next named.
             del self._found[entry.name]
             entry.module = None
         if load is not None:
@@ -420,7 +420,8 @@ class AdapterDirectory:
             self._refuse(entry.waiting.pop(), reason, kind)
 
     def _forget_found(self) -> None:
-        """Names that were found by themselves go when there are too many; they are found again."""
+        """Forget the oldest names found in --lora-source if there are too many; they can be found
+        again."""
         for name in list(self._found)[: max(0, len(self._found) - MAX_FOUND_NAMES)]:
             entry = self._entries[name]
             if not entry.is_reading and not entry.waiting:

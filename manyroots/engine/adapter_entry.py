@@ -1,7 +1,8 @@
 """One name's entry in the directory of adapters: its files, and the messages that wait for it.
 
-Messages wait in their order, and each is found at once: a caller may leave while thousands wait for
-as many adapters, and taking one out walks over none of the others. Knows no reads and no scheduler.
+Messages wait in order, and each can be found directly. A caller may disconnect while thousands of
+requests wait for as many adapters; removing one does not scan the others. Knows no reads and no
+scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ MessageKey = tuple[bool, int]
 
 
 class WaitingMessages:
-    """What waits for one name. Requests are also in `where`, which all names share."""
+    """Messages that wait for one name. Requests are also in `where`, which all names share."""
 
     def __init__(self, where: dict[RequestId, WaitingMessages]) -> None:
         self._where = where
@@ -40,7 +41,7 @@ class WaitingMessages:
 
     @property
     def first(self) -> AdapterMessage:
-        """The next one; there is at least one."""
+        """The next message; there is at least one."""
         return next(iter(self._messages.values()))
 
     def append(self, message: AdapterMessage) -> None:
@@ -54,7 +55,7 @@ class WaitingMessages:
         self._messages.move_to_end(_key(message), last=False)
 
     def pop(self) -> AdapterMessage:
-        """Take the next one."""
+        """Remove and return the next message."""
         _, message = self._messages.popitem(last=False)
         if isinstance(message, Submit):
             del self._where[message.request_id]
@@ -62,25 +63,25 @@ class WaitingMessages:
         return message
 
     def remove(self, request_id: RequestId) -> None:
-        """Take out a request that waits here."""
+        """Remove a request that waits here."""
         del self._messages[True, request_id]
         del self._where[request_id]
 
 
 @dataclass(slots=True)
 class AdapterEntry:
-    """One name: where its files are, and what waits until they are read. What it means then, and
-    where its weights are, is the scheduler's to say (`lora/registry.py`)."""
+    """One name: its files, and the messages that wait until they are read. The scheduler knows its
+    content and where its weights are (`lora/registry.py`)."""
 
     name: AdapterName
     module: LoraModule | None
-    """Where its files are. None: the name means nothing yet."""
+    """Its files. None: the name has no content yet."""
     waiting: WaitingMessages
     combines: tuple[FoundPart, ...] | None = None
-    """What it is the sum of; None for an adapter with files."""
+    """The parts of the sum that it is; None for an adapter with files."""
     is_reading: bool = False
     load: LoadLora | PublishLora | None = None
-    """What the read under way was asked by; None if by a request."""
+    """The load that started the current read; None if a request did."""
 
 
 def _key(message: AdapterMessage) -> MessageKey:

@@ -1,7 +1,7 @@
-"""Where adapters' files may be, checked at start: what could never be loaded is refused.
+"""Checks at start where adapters' files may be; refuses what could never be loaded.
 
-Looks at folders and the shape of addresses, never into files or over the network: the
-loader reads them.
+Checks folders and the syntax of addresses. It does not open files or use the network: the loader
+does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Whether a model on this machine would serve an adapter: asked without starting an engine.
+"""Checks whether a model on this machine would serve an adapter, without starting an engine.
 
-Takes a folder and the model's settings; gives what reading the adapter would give. The model is
-built without memory for its weights, so that only its shapes are there; embedding and head are read
-where the adapter's file repeats them.
+Takes a folder and the model's settings; gives the result of reading the adapter. The model is built
+without memory for its weights, so only its shapes exist. Embedding and head are read if the
+adapter's file repeats them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from manyroots.store.adapter_layouts import Layouts
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """An adapter as a model serves it."""
+    """An adapter in the form that a model serves."""
 
     spec: AdapterSpec
     unchecked: tuple[str, ...]
-    """Base weights that its file repeats, where the model's own are not here to be compared."""
+    """Base weights that its file repeats, if the model's own are missing and cannot be compared."""
 
 
 def check_adapter(folder: Path, settings: ModelSettings, max_rank: int) -> Inspection:
-    """AdapterError says why the model would not serve it."""
+    """Raises AdapterError with the reason if the model would not serve it."""
     source = resolve_source(settings)
     spec, dtype = describe(source), torch.bfloat16
     targets = Decoder(spec, dtype=dtype, device=torch.device("meta")).adapter_targets()

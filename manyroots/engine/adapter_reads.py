@@ -1,7 +1,7 @@
-"""Reads adapters' files on threads of their own, and tells the loop when one is read.
+"""Reads adapters' files on separate threads and wakes the loop when one is read.
 
-In: a key and a job. Out: the key again, with what the job gave or raised. The loop's thread calls
-everything but the jobs and `wake`.
+In: a key and a job. Out: the key again, with the job's result or error. The loop's thread calls
+everything except the jobs and `wake`.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""A folder on a slow disk does not hold up the others; more would only share the same disk."""
+"""With two, a folder on a slow disk does not delay the others; more would share the same disk."""
 NUM_SLOW_THREADS = 16
-"""For jobs that wait for other machines: they hold up none of the rest."""
+"""For jobs that wait for other machines, so that they delay no local read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished(Generic[T]):
-    """A job that has ended."""
+    """A finished job."""
 
     key: object
     result: T | None
     error: BaseException | None
     seconds: float
-    """Since it was begun."""
+    """Time since it was started."""
 
 
 class Reads(Generic[T]):
-    """Jobs under way, and those that have ended since the last look."""
+    """Running jobs, and those that ended since the last `take`."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-read")
@@ -44,9 +44,9 @@ class Reads(Generic[T]):
         self._finished: queue.SimpleQueue[Finished[T]] = queue.SimpleQueue()
         self._seen: list[Finished[T]] = []
         self.num_under_way = 0
-        """Begun and not taken yet."""
+        """Started and not taken yet."""
         self.wake: Callable[[], None] = lambda: None
-        """Called on a job's thread when it has ended, to end the loop's sleep."""
+        """Called on a job's thread when it has ended, to wake the loop."""
 
     def begin(self, key: object, job: Callable[[], T], *, is_slow: bool = False) -> None:
         self.num_under_way += 1
@@ -59,7 +59,7 @@ class Reads(Generic[T]):
         return bool(self._seen) or not self._finished.empty()
 
     def take(self) -> list[Finished[T]]:
-        """Those that have ended, in the order in which they did."""
+        """Ended jobs, in the order in which they ended."""
         while not self._finished.empty():
             self._seen.append(self._finished.get())
         finished, self._seen = self._seen, []
@@ -67,7 +67,7 @@ class Reads(Generic[T]):
         return finished
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Sleep until one has ended, or the time is over. Only while some are under way."""
+        """Sleep until one has ended, or until the timeout. Only while some are running."""
         if not self._seen:
             with contextlib.suppress(queue.Empty):
                 self._seen.append(self._finished.get(timeout=timeout_s))

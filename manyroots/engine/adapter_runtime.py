@@ -1,7 +1,8 @@
-"""What executes adapters, put together: their slots, their loader, and how files are read.
+"""Everything that executes adapters: their slots, their loader, and reading their files.
 
-Made once at start from the model; no weight is read yet. Says what the slots may take, so that the
-cache leaves it alone. Of a model that ranks share, files are of the whole and slots of the part.
+Made once at start from the model; no weight is read yet. Reports the memory of slots, so that the
+cache does not use it. With several ranks, files describe the whole model and slots this rank's
+part.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 CPU_BLOCK_BYTES = 64 << 10
 MAX_ADDRESSES = 16 << 40
-"""Most bytes of addresses that slots may take, of the 128 TiB that a process has."""
+"""Most address space that slots may take, of the 128 TiB of a process."""
 
 MakeLoader = Callable[[Read, AdapterPool], AdapterLoader]
 
@@ -74,7 +75,7 @@ class Adaptable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterRuntime:
-    """What the runner and the directory need."""
+    """The interface for the runner and the directory."""
 
     loader: AdapterLoader
     files: AdapterFiles
@@ -90,7 +91,7 @@ def build_adapter_runtime(
     room: int,
     max_num_seqs: int,
 ) -> AdapterRuntime:
-    """`room`: slots, or blocks where those are counted (`block_bytes`)."""
+    """`room`: a number of slots, or of blocks if memory is counted in blocks (`block_bytes`)."""
     shard = model.shard
     own = model.adapter_targets()
     targets = whole_targets(own, shard, model.spec.vocab_size)
@@ -110,7 +111,7 @@ def build_adapter_runtime(
     )  # fmt: skip
 
     if device.type == "cuda":
-        # Beside the rest of the start, which is nearly all a compiler's.
+        # In parallel with the rest of the start, which mostly compiles.
         paths = [module.path for module in settings.lora_modules if not is_address(module.path)]
         Thread(target=foresee, args=(paths, layouts), name="foresee", daemon=True).start()
 
@@ -119,7 +120,7 @@ def build_adapter_runtime(
     def sized(
         found: tuple[AdapterSpec, AdapterWeights],
     ) -> tuple[AdapterSpec, AdapterWeights]:
-        """With what the adapter will take on the device."""
+        """The adapter, with its size on the device."""
         spec, weights = found
         if pinned is not None:
             pinned.lock(weights.buffer)
@@ -164,7 +165,7 @@ def build_adapter_runtime(
     def read_part(path: str) -> AdapterWeights:
         if (parts := parts_of_path(path)) is not None:
             return cut_adapter(read_combined(parts)[1], shard, own)
-        # The digest shows whether files that were allowed once have been replaced since.
+        # The digest shows whether files that were checked before have been replaced since.
         with sources.reading(Path(path)) as folder:
             return cut_adapter(read(folder, None)[1], shard, own)
 
@@ -188,15 +189,15 @@ def build_adapter_runtime(
 
 
 def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
-    """What a slot takes, on this rank, when it holds the largest adapter."""
+    """Bytes of a slot on this rank when it holds the largest adapter."""
     rank = pooled_rank(settings.max_lora_rank)
     parts = parts_named(model.lora_parts(), settings.lora_target_modules)
     return adapter_bytes(targets_in(parts), rank, dtype.itemsize)
 
 
 def block_bytes(settings: LoraSettings, device: torch.device) -> int | None:
-    """The blocks in which adapters share memory; None where slots are counted: --max-loras is a
-    number, or the device can't map memory."""
+    """Size of the blocks in which adapters share memory. None if slots are counted: --max-loras is
+    a number, or the device cannot map memory."""
     if settings.max_loras:
         return None
     if device.type == "cpu":
@@ -205,7 +206,7 @@ def block_bytes(settings: LoraSettings, device: torch.device) -> int | None:
 
 
 def device_blocks(settings: LoraSettings, room: int, model: Adaptable) -> DeviceBlocks | None:
-    """None where slots are counted."""
+    """None if slots are counted."""
     if settings.max_loras or not settings.enable_lora:
         return None
     size = block_bytes(settings, model.device)
@@ -216,8 +217,8 @@ def device_blocks(settings: LoraSettings, room: int, model: Adaptable) -> Device
 
 
 def known_bytes(settings: LoraSettings) -> int:
-    """What the adapters that --lora-modules names take on disk. No file is opened, and those that
-    are not there yet count nothing."""
+    """Bytes on disk of the adapters in --lora-modules. Opens no file; missing ones count as
+    zero."""
     total = 0
     for module in settings.lora_modules:
         with contextlib.suppress(OSError, ValueError):
@@ -228,7 +229,7 @@ def known_bytes(settings: LoraSettings) -> int:
 def _cut_sizes(
     whole: Targets, own: Targets, name: str, a_size: int, b_size: int
 ) -> tuple[int, int]:
-    """This rank's part of a pair's halves, of the whole model's."""
+    """This rank's part of an adapter pair, A and B, of the whole model."""
     all_of, mine = whole[name], own[name]
     return (
         a_size // all_of.in_features * mine.in_features,
@@ -256,7 +257,7 @@ def _log(
 
 
 def adapter_limits(settings: LoraSettings, room: int, model: Adaptable) -> AdapterLimits:
-    """`room`: slots that there are, some to spare, or blocks; 0 without --enable-lora."""
+    """`room`: the number of slots, including spare ones, or of blocks; 0 without --enable-lora."""
     blocks = device_blocks(settings, room, model)
     if blocks is not None:
         return AdapterLimits(max_loras=0, max_cpu_loras=settings.max_cpu_loras, blocks=blocks)

@@ -1,7 +1,7 @@
-"""Tensors of an adapter, as training has them, in the form of its two files.
+"""Turns tensors of an adapter in training into the form of its two files.
 
 Takes a state dict and a config as PEFT gives them; gives a `MemoryAdapter` with a copy of them, so
-that training may go on at once.
+that training may continue at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNMENT = 8
 
 
 def memory_adapter(tensors: Mapping[str, Tensor], config: object) -> MemoryAdapter:
-    """`config`: a mapping, or a PEFT config. AdapterError says what can't be taken."""
+    """`config`: a mapping, or a PEFT config. AdapterError names unsupported values."""
     about: dict[str, Any] = {}
     pieces: list[memoryview | bytes] = []
     offset = 0

@@ -1,7 +1,7 @@
-"""The composition root: the only place that knows every room of the engine.
+"""The composition root: the only module that knows every room of the engine.
 
-In: settings. Out: a loop ready to run, and what the input processor must know of it. What depends
-on the model or the machine is worked out once, in `worker.py`.
+In: settings. Out: a loop that is ready to run, and the facts that the input processor needs.
+Everything that depends on the model or the machine is computed once, in `worker.py`.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loop and what the input processor must know of it."""
+    """A loop, and the facts that the input processor needs."""
 
     loop: EngineLoop
     info: EngineInfo
     parts: EngineParts
-    """What snapshots are taken of."""
+    """The parts that snapshots read."""
     pages: PageReport | None
-    """Which pages came and went, where a gateway asks for it."""
+    """Reports added and removed pages, if a gateway needs them."""
 
 
 def build_engine(
     settings: EngineSettings, watch: Callable[[Runner], Runner] | None = None
 ) -> Engine:
-    """Load the model, size the cache and wire everything up. `watch`: gives what takes the
-    runner's place, for somebody who wants to see each step."""
+    """Load the model, size the cache and connect all parts. `watch`: wraps the runner, for code
+    that observes each step."""
     _check_step(settings)
     check_tiers(settings)
     with stage("model files"):
@@ -133,7 +133,7 @@ def build_engine(
 
 
 def free_memory() -> None:
-    """Give back what engines had that are closed, and that nobody holds any more."""
+    """Free memory of closed engines that no code references any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -159,7 +159,7 @@ def _make_events(settings: EngineSettings, scheduler: Scheduler) -> EventSink | 
     choice = settings.tiers.events()
     if choice is None:
         return None
-    # Here, because an engine that tells nobody must run without ZMQ and msgspec.
+    # Imported here, because an engine that publishes nothing must run without ZMQ and msgspec.
     from manyroots.engine.kv_events import EventPublisher
 
     return EventPublisher(choice, settings.cache.block_size, scheduler.adapter_name)
@@ -182,7 +182,7 @@ def _policies(
 def _identity(
     settings: EngineSettings, source: ModelSource, model: Decoder, page_size: int
 ) -> bytes:
-    """Of the weights and what they compute, where pages have names outside of this process."""
+    """Identifies the weights and what they compute, if pages have names outside of this process."""
     policies = tier_policies(settings.tiers)
     if not policies.uses_storage and not policies.records_events:
         return b""
@@ -195,16 +195,16 @@ def _identity(
 
 
 def _whole_families(source: ModelSource, model: Decoder) -> Sequence[LayerFamily]:
-    """Those of the whole model, however many ranks divide it: a page has one hash everywhere. The
-    key of a unit in storage has the rank and the number of ranks besides."""
+    """Families of the whole model, for any number of ranks, so that a page has one hash everywhere.
+    The key of a unit in storage also has the rank and the number of ranks."""
     if model.shard.is_whole:
         return model.families
     return families(with_pages_in(describe(source), pages_in(model.spec)).layers)
 
 
 def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:
-    """None with several ranks: each would have to take its part. And for weights that are kept
-    quantized, which are not filled twice."""
+    """None with several ranks, because each would need its part. None for quantized weights, which
+    are not filled twice."""
     if not model.shard.is_whole or settings.model.quantization != "auto":
         return None
 
@@ -229,14 +229,14 @@ def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> T
 
 def _changed_meanwhile(folder: Path) -> str:
     return (
-        f"the files in {folder} changed while they were read, so that nobody knows which weights "
-        "these are; write a folder completely before it is named."
+        f"the files in {folder} changed while they were read, so the weights may be mixed; "
+        "write a folder completely before you name it."
     )
 
 
 def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torch.dtype) -> bytes:
-    """Stands for what a page consists of, by family, in the hashes that other engines and later
-    ones know pages by: whatever differs here must never be read as the same page."""
+    """Identifies the contents of a page, by family, in hashes that other engines and later ones
+    use. A page with any difference here must never be read as the same page."""
     parts = [f"page of {page_size} tokens in {dtype}"]
     parts += [f"layers {family.layers}: {family.memory}" for family in families]
     return "; ".join(parts).encode()
@@ -245,7 +245,7 @@ def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torc
 def _make_executor(settings: EngineSettings, source: ModelSource) -> Executor:
     if settings.model.tensor_parallel_size == 1:
         return execute_alone(settings, source)
-    # Here, because one rank needs neither processes nor a wire, and must run without them.
+    # Imported here, because one rank needs neither processes nor a wire, and must run without them.
     from manyroots.engine.tensor_parallel import execute_with_ranks
 
     return execute_with_ranks(settings, source)

@@ -1,8 +1,8 @@
-"""One life of an engine process, from its start to its end.
+"""One engine process, from its start to its end.
 
-Starts the process, passes messages both ways and says why it ended: by what its last message, its
-exit code or the signal that killed it says, and with the last lines that it wrote. Knows nothing
-of requests. What it writes to stderr is passed on to ours.
+Starts the process, passes messages both ways and reports why it ended. The reason comes from its
+last message, its exit code or the signal that killed it, with its last log lines. Knows nothing of
+requests. Passes the process's stderr on to ours.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger("manyroots")
 
 CLOSE_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 0.5
-"""How long lines of a dead process may still be on their way."""
+"""How long lines of a dead process may still arrive."""
 _NUM_LAST_LINES = 20
 
 
 class StartedProcess(Protocol):
-    """An engine's process as its parent sees it."""
+    """An engine's process, seen from its parent."""
 
     @property
     def pid(self) -> int: ...
@@ -53,16 +53,16 @@ class StartedProcess(Protocol):
 
 
 class Child:
-    """Owns one process, its socket, and until they are connected the folder of that."""
+    """Owns one process, its socket and, until they are connected, the socket's folder."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: variables of the process beside ours."""
+        """`environment`: additional environment variables of the process."""
         self._environment = dict(environment or {})
-        # A folder of our own, so that nobody else on the machine can reach the socket.
+        # A private folder, so that no other user of the machine can reach the socket.
         self._folder = tempfile.TemporaryDirectory(prefix="manyroots-")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
-        # Never full: what is sent to a living process need not wait for it.
+        # Never full: sending to a living process does not wait for it.
         self._socket.set(zmq.SNDHWM, 0)
         self._process: StartedProcess | None = None
         self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
@@ -81,7 +81,7 @@ class Child:
     async def start(
         self, settings: EngineSettings, on_progress: Callable[[Progress], None]
     ) -> EngineInfo:
-        """Return when it can serve; raise what kept it from that."""
+        """Returns when it can serve; raises the reason if it cannot start."""
         self._process = await self._launch()
         greeting = asyncio.create_task(self._greet(settings, on_progress))
         try:
@@ -96,7 +96,7 @@ class Child:
         """Bind the socket, and start a process that connects to it."""
         address = f"ipc://{self._folder.name}/engine"
         self._socket.bind(address)
-        # A session of its own, so that Ctrl-C in a terminal reaches only the server, which drains.
+        # A separate session, so that Ctrl-C in a terminal reaches only the server, which drains.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
             stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -112,8 +112,8 @@ class Child:
         await self._socket.send_multipart(encode(MessageKind.SETTINGS, settings))
         while True:
             kind, body = await self.receive()
-            # It has connected, and nobody else may: gone now, the folder is not left behind by a
-            # server that is killed.
+            # It has connected, and no other process may. The folder is removed now, so that a
+            # killed server leaves none.
             self._folder.cleanup()
             match kind:
                 case MessageKind.PROGRESS:
@@ -126,9 +126,9 @@ class Child:
                     return body
 
     def send(self, kind: MessageKind, body: object) -> None:
-        """Hand a message over; one to a process that is gone is lost, as its end will tell."""
+        """Send a message. A message to an ended process is lost; its end is reported separately."""
         frames = self._submits.encode(body) if isinstance(body, Submit) else encode(kind, body)
-        # Through the socket of asyncio, which must see every call; done when it returns.
+        # Through asyncio's socket, which must see every call; done when it returns.
         sent = cast(
             "asyncio.Future[object]", self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         )
@@ -138,13 +138,13 @@ class Child:
     async def receive(self) -> tuple[MessageKind, Any]:
         kind, body = decode(await self._socket.recv_multipart())
         if kind is MessageKind.FAILED:
-            # It stays until it knows that this was heard.
+            # It stays until it knows that this message arrived.
             self.send(MessageKind.CLOSE, None)
         return kind, body
 
     async def live(self, take: Callable[[MessageKind, Any], None]) -> str:
-        """Pass messages to `take` until the process is over; gives why it is. One whose messages
-        can't be taken is ended: nobody would hear it again."""
+        """Pass messages to `take` until the process ends; returns the reason. A process whose
+        message cannot be handled is ended, because later ones would be lost."""
         receiving = asyncio.create_task(self._receive_all(take))
         try:
             await self._unless_it_ends(receiving)
@@ -166,7 +166,7 @@ class Child:
             take(kind, body)
 
     async def _unless_it_ends(self, work: asyncio.Task[Any]) -> None:
-        """Wait for `work`, or for the process' end and what may be on its way then."""
+        """Wait for `work`, or for the process's end and its last messages."""
         assert self._process is not None
         end = asyncio.create_task(self._process.wait())
         try:
@@ -179,7 +179,7 @@ class Child:
             end.cancel()
 
     def cause(self) -> str:
-        """Why it ended, in words."""
+        """The reason of its end, in words."""
         if self._failure is not None:
             return f"the engine died: {self._failure}"
         code = None if self._process is None else self._process.returncode
@@ -195,7 +195,7 @@ class Child:
     async def _pass_lines_on(self, stderr: asyncio.StreamReader) -> None:
         rest = b""
         while data := await stderr.read(65536):
-            with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
+            with contextlib.suppress(OSError, ValueError):  # our stderr has no reader any more
                 sys.stderr.write(data.decode(errors="replace"))
                 sys.stderr.flush()
             *lines, rest = (rest + data).split(b"\n")
@@ -203,7 +203,7 @@ class Child:
             self._lines.extend(line.decode(errors="replace")[:500] for line in lines if line)
 
     async def close(self) -> None:
-        """End it, politely at first."""
+        """End the process; first ask it, then kill it."""
         if self._process is not None and self._process.returncode is None:
             self.send(MessageKind.CLOSE, None)
             await self._end()

@@ -1,7 +1,7 @@
-"""The seam that the API and `LLM` see: submit sequences, receive outputs.
+"""The interface of an engine for the API and `LLM`: submit sequences, receive outputs.
 
-`ProcessClient` (engine/process_client.py) speaks to an engine in another process; tests use a
-fake through the same protocol.
+`ProcessClient` (engine/process_client.py) talks to an engine in another process; tests use a fake
+with the same protocol.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from manyroots.process.progress import Progress
 from manyroots.snapshot import Snapshot
 
 NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-"""Of an engine that has nothing: before its first step, and while its process is gone."""
+"""The counts of an engine before its first step, and while its process is dead."""
 
 
 class EngineDiedError(UnavailableError):
-    """The engine that had a request is dead."""
+    """The engine that ran a request is dead."""
 
     def __init__(self, reason: str, *, has_begun: bool) -> None:
-        """`has_begun`: it had begun to compute the request, which may be what killed it."""
+        """`has_begun`: it had started to compute the request, which may have caused its death."""
         super().__init__(reason)
         self.has_begun = has_begun
 
 
 class PauseMode(enum.Enum):
-    """What a pause does with sequences that have begun."""
+    """How a pause treats running sequences."""
 
     KEEP = "keep"
-    """They stop where they are, and go on later."""
+    """They stop now and continue later."""
     WAIT = "wait"
     """They finish first."""
     ABORT = "abort"
@@ -50,20 +50,20 @@ class PauseMode(enum.Enum):
 
 
 class EngineWatch(Protocol):
-    """Who wants to know what the engine does, for whoever looks at the server."""
+    """Receives events of the engine for the live page."""
 
     def loaded(self, load: LoadTime) -> None:
-        """An adapter was brought nearer."""
+        """An adapter was read or loaded to a faster tier."""
 
     def begun(self, request_id: RequestId) -> None:
-        """A sequence begins to compute, perhaps again."""
+        """A sequence starts to compute, perhaps again."""
 
     def stepped(self, stats: Stats) -> None:
         """The counts after a step."""
 
 
 class EngineClient(Protocol):
-    """An engine as the API sees it. All methods belong to one event loop."""
+    """An engine, seen from the API. All methods belong to one event loop."""
 
     @property
     def info(self) -> EngineInfo:
@@ -77,12 +77,12 @@ class EngineClient(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """It is dead, and will not be started again."""
+        """It is dead and will not be started again."""
         ...
 
     @property
     def progress(self) -> Progress | None:
-        """How far a start has come; None if none is under way, or it has not said yet."""
+        """Progress of a start; None if none is running or it has not reported yet."""
         ...
 
     @property
@@ -92,11 +92,12 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> Stats | None:
-        """The newest counts, None before the first step. Of a dead engine: none but who waits."""
+        """The newest counts, None before the first step. For a dead engine only the waiting
+        requests."""
         ...
 
     def next_request_id(self) -> RequestId:
-        """A number no other sequence of this engine has."""
+        """A number that no other sequence of this engine has."""
         ...
 
     def generate(self, request: Submit) -> AsyncIterator[Output]:
@@ -116,30 +117,30 @@ class EngineClient(Protocol):
         in_place: bool,
         is_upload: bool = False,
     ) -> LoraReply:
-        """Read an adapter and take requests for it. Raises why it can't be used. `is_upload`: the
-        server has put it there, whatever folders callers may name."""
+        """Read an adapter and accept requests for it. Raises the reason if it cannot be used.
+        `is_upload`: the server stored it, so the folders that callers may name do not matter."""
         ...
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
-        """Take no new requests for an adapter. Raises NotFoundError if there is no such name."""
+        """Stop accepting requests for an adapter. Raises NotFoundError for an unknown name."""
         ...
 
     @property
     def is_paused(self) -> bool:
-        """New sequences wait, and none is computed."""
+        """True while new sequences wait and none is computed."""
         ...
 
     @property
     def is_asleep(self) -> bool:
-        """Its memory is given back; it can't answer before it is woken."""
+        """True while its memory is freed; it cannot serve before `wake`."""
         ...
 
     async def reset_cache(self) -> ControlReply:
-        """Forget what could be reused."""
+        """Drop all cached prefixes."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Return when no step runs any more; new sequences wait until `resume`."""
+        """Returns when no step runs any more; new sequences wait until `resume`."""
         ...
 
     async def resume(self) -> None:
@@ -147,37 +148,39 @@ class EngineClient(Protocol):
         ...
 
     async def update_weights(self, path: str) -> ControlReply:
-        """Take other weights of the same model, while paused. Raises why they can't be used."""
+        """Load other weights of the same model, while paused. Raises the reason if they cannot be
+        used."""
         ...
 
     async def sleep(self, mode: PauseMode) -> None:
-        """Pause, and give all memory back."""
+        """Pause, and free all memory."""
         ...
 
     async def wake(self) -> None:
-        """Return when it serves again."""
+        """Returns when it serves again."""
         ...
 
     async def look(
         self, *, since_step: int = 0, wants_tree: bool = False, explain_step: int | None = None
     ) -> Snapshot:
-        """What the engine does now. Raises UnavailableError if it is gone, or goes meanwhile."""
+        """The engine's current state. Raises UnavailableError if it is dead, or dies meanwhile."""
         ...
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a sequence: its caller is told that the engine gave it up. False if it is unknown."""
+        """End a sequence; its caller gets an error that the engine aborted it. False if it is
+        unknown."""
         ...
 
     def watch(self, watch: EngineWatch) -> None:
-        """Have `watch` told of what happens."""
+        """Report events to `watch`."""
         ...
 
     async def start(self) -> None:
-        """Return when the engine can serve; raise what kept it from starting."""
+        """Returns when the engine can serve; raises the reason if it cannot start."""
         ...
 
     async def wait_until_over(self) -> str:
-        """Return why, when the engine is dead and will not be started again."""
+        """Returns the reason when the engine is dead and will not be started again."""
         ...
 
     async def close(self) -> None:
@@ -186,7 +189,7 @@ class EngineClient(Protocol):
 
 
 def control_error(reply: ControlReply) -> ManyrootsError | None:
-    """What a reply's error means to whoever asked; None if all went well."""
+    """The exception for a reply's error; None if there was none."""
     if reply.error is None:
         return None
     if reply.error_kind is ErrorKind.REQUEST:
@@ -195,7 +198,7 @@ def control_error(reply: ControlReply) -> ManyrootsError | None:
 
 
 def lora_error(reply: LoraReply) -> ManyrootsError | None:
-    """What a reply's error means to whoever asked; None if all went well."""
+    """The exception for a reply's error; None if there was none."""
     if reply.error is None:
         return None
     match reply.error_kind:

@@ -1,9 +1,10 @@
-"""Grammars compiled beside the steps, and the requests that wait for them.
+"""Compiles grammars beside the steps, and holds the requests that wait for them.
 
-In: submissions whose output has a shape. Out: the same ones once their grammar is there, or refused
-with the reason. Nobody else waits meanwhile. A request holds its grammar until it is over.
+In: submissions with structured output. Out: the same submissions once their grammar is compiled, or
+refused with the reason. Other requests do not wait. A request holds its grammar until it is
+finished.
 
-Called by the loop's thread alone.
+Only the loop's thread calls this.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from manyroots.structured_outputs import StructuredOutputsParams
 
 
 class GrammarCompiles:
-    """Who waits for which grammar, and who has one."""
+    """The requests that wait for each grammar, and those that hold one."""
 
     def __init__(self, grammars: GrammarCache) -> None:
         self._grammars = grammars
@@ -38,13 +39,13 @@ class GrammarCompiles:
         return self.reads.has_finished
 
     def begin(self, wanted: StructuredOutputsParams) -> None:
-        """Compile a grammar, unless it is there or on its way."""
+        """Compile a grammar, unless it is compiled or being compiled."""
         if wanted not in self._waiting and self._grammars.find(wanted) is None:
             self._waiting[wanted] = []
             self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
 
     def is_there(self, submit: Submit) -> bool:
-        """Whether a request can go on now; else it is kept until `poll` gives it back."""
+        """Whether a request can continue now; otherwise it is kept until `poll` returns it."""
         wanted = submit.sampling.structured_outputs
         assert wanted is not None
         grammar = None if wanted in self._waiting else self._grammars.find(wanted)
@@ -56,7 +57,7 @@ class GrammarCompiles:
         return False
 
     def poll(self) -> tuple[list[Submit], list[Output]]:
-        """Requests whose grammar has come, and the ends of those that can't have theirs."""
+        """Requests whose grammar is compiled, and final outputs of those whose grammar failed."""
         ready: list[Submit] = []
         refused: list[Output] = []
         for finished in self.reads.take():
@@ -78,7 +79,7 @@ class GrammarCompiles:
         self._held[submit.request_id] = grammar
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request; whether it waited."""
+        """Forget a request; returns whether it waited."""
         self._held.pop(request_id, None)
         for submits in self._waiting.values():
             for submit in submits:
@@ -88,7 +89,7 @@ class GrammarCompiles:
         return False
 
     def release(self, outputs: Iterable[Output]) -> None:
-        """Let go of what finished requests held."""
+        """Release grammars of finished requests."""
         if self._held:
             for output in outputs:
                 if output.finish_reason is not None:
@@ -118,7 +119,7 @@ def load_vocabulary(
     settings: ModelSettings, model_path: str, vocab_size: int, eos_ids: tuple[int, ...]
 ) -> Vocabulary:
     """The engine's own copy of the tokenizer, for the first grammar."""
-    # Here, because few engines are ever asked for a grammar.
+    # Imported here, because few engines ever compile a grammar.
     from manyroots.text.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(settings.tokenizer or model_path, revision=settings.revision)

@@ -1,8 +1,8 @@
-"""InputProcessor: a prompt and its parameters become `Submit` messages, or a reason why not.
+"""Turns a prompt and its parameters into `Submit` messages, or refuses them with a reason.
 
-Takes what a caller asked and what the engine can do; gives messages that the engine can carry
-out. Used by the API and by `LLM` alike. Everything that depends on the model is checked here,
-once, so that the engine need not doubt what it is sent.
+Takes a caller's parameters and the engine's facts; gives messages that the engine can execute. The
+API and `LLM` both use it. It checks everything that depends on the model once, so that the engine
+can trust its messages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ MAX_PRIORITY = 2**31 - 1
 
 
 def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
-    """Plain integers, of numpy's too. True and 1.5 are none, though they could be made to be."""
+    """Plain integers, including numpy's. True and 1.5 are refused, although they could be
+    converted."""
     tokens = list(prompt)
     if set(map(type, tokens)) <= {int}:
         return tokens
@@ -44,10 +45,10 @@ def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """What a request's prompts share, checked against the model."""
+    """Checked parameters that a request's prompts share."""
 
     first: SamplingParams
-    """Of each prompt's first choice."""
+    """Parameters of each prompt's first choice."""
     others: SamplingParams
     stop_ids: tuple[int, ...]
     priority: int
@@ -64,8 +65,8 @@ class InputProcessor:
         *,
         default_max_tokens: int | None = None,
     ) -> None:
-        """`rng` draws the seeds of requests that bring none; the system's source by default.
-        `default_max_tokens`: most tokens for requests without a limit; None for all that fit."""
+        """`rng` draws the seeds of requests without one; the system's source by default.
+        `default_max_tokens`: limit for requests without one; None for all that fit."""
         self._info = info
         self._tokenizer = tokenizer
         self._rng = rng
@@ -77,7 +78,8 @@ class InputProcessor:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Tokenize a prompt. One that can't fit however it tokenizes is refused unread."""
+        """Tokenize a prompt. A text that is too long for any tokenization is refused before it is
+        tokenized."""
         longest = self._info.max_model_len * self._tokenizer.max_piece_bytes
         if len(text) > longest:
             raise TooLongError(
@@ -89,8 +91,8 @@ class InputProcessor:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check(self, sampling: SamplingParams, *, priority: int = 0) -> CheckedSampling:
-        """Everything that the prompts of a request share, once for all of them. May take a moment:
-        words are tokenized and structures tried."""
+        """Check everything that a request's prompts share, once for all of them. May take a moment:
+        it tokenizes words and tests structures."""
         self._check_token_ids(sampling)
         self._check_priority(priority)
         if sampling.structured_outputs is not None:
@@ -125,8 +127,8 @@ class InputProcessor:
         field: str = "prompt",
         retention: Retention | None = None,
     ) -> list[Submit]:
-        """One message for each of the n choices. `field` is what the caller called the prompt.
-        A request of many prompts gives what `check` gave, in which the priority is."""
+        """One message for each of the n choices. `field` is the caller's name for the prompt. For a
+        request of many prompts, pass the result of `check`, which includes the priority."""
         tokens = _token_ids(prompt, field)
         self._check_prompt(tokens, field)
         if isinstance(sampling, SamplingParams):
@@ -185,15 +187,15 @@ class InputProcessor:
                 )
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Sequences of tokens: a word as a text begins with it, and as it follows a space. (vLLM
-        leaves the second one out where it has more tokens or fewer: " Lisbon" would be said.)"""
+        """Token sequences of each word: at the start of a text, and after a space. (vLLM omits the
+        second if it has another number of tokens, so it would allow " Lisbon".)"""
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
         bare = [word.lstrip() for word in words]
         sequences = (tuple(encode(text)) for word in bare for text in (word, f" {word}"))
         return tuple(dict.fromkeys(tokens for tokens in sequences if tokens))
 
     def _check_something_left(self, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
-        """What can be said of the first token: later ones depend on those before them."""
+        """Checks only the first token: later ones depend on those before them."""
         forbidden = {ids[0] for ids in sampling.bad_token_ids if len(ids) == 1}
         field = "bad_words" if sampling.allowed_token_ids is None else "allowed_token_ids"
         if not self._num_left(sampling, forbidden):
@@ -210,13 +212,13 @@ class InputProcessor:
             )
 
     def _num_left(self, sampling: SamplingParams, without: set[int]) -> int:
-        """How many tokens may come, but for these."""
+        """The number of allowed tokens, without these."""
         if sampling.allowed_token_ids is None:
             return self._info.vocab_size - len(without)
         return len(set(sampling.allowed_token_ids) - without)
 
     def _check_priority(self, priority: int) -> None:
-        """Refused where it would have no effect: a caller must not think that it had."""
+        """Refuse a priority that would have no effect, so that a caller does not rely on it."""
         if type(priority) is not int or abs(priority) > MAX_PRIORITY:
             raise RequestError(
                 f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to "
@@ -232,7 +234,7 @@ class InputProcessor:
             )
 
     def _max_tokens(self, tokens: list[int], sampling: SamplingParams) -> int:
-        """As many as asked for and fit: programs send the most that any model can."""
+        """As many as requested and as fit: programs send the most that any model can."""
         num_prompt, room = len(tokens), self._info.max_model_len - len(tokens)
         if sampling.max_tokens is None:
             max_tokens = room

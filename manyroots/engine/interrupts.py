@@ -1,8 +1,8 @@
-"""Ctrl-C held back while the engine works, and let through between two steps.
+"""Delays Ctrl-C while the engine works, and raises it between two steps.
 
 KeyboardInterrupt may be raised between any two instructions of the main thread. Inside a step it
-would tear the books of scheduler, cache and runner apart, so SIGINT is only noted there, and
-raised where everything is in order. Knows nothing of what it protects.
+would leave scheduler, cache and runner inconsistent. SIGINT is therefore only recorded there, and
+raised at a safe point. Knows nothing of what it protects.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Interrupts:
-    """Of the main thread; everywhere else there are none, and this does nothing."""
+    """Works on the main thread; does nothing on others, which get no signals."""
 
     def __init__(self) -> None:
         self._theirs: Handler = signal.default_int_handler
-        """What SIGINT means where nothing is held."""
+        """The SIGINT handler outside of `held`."""
         self._is_pending = False
 
     @contextmanager
@@ -29,7 +29,7 @@ class Interrupts:
         """Until the block ends, SIGINT waits for `let_through` or for the end."""
         theirs = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        # Not callable: ignored, the system's own way, or set by somebody who is not Python.
+        # Not callable: ignored, the system default, or set by code outside of Python.
         if not is_main or self._is_held or not callable(theirs):
             yield
             return
@@ -42,7 +42,7 @@ class Interrupts:
             self._raise_pending()
 
     def let_through(self) -> None:
-        """Everything is in order: now is the time for what came meanwhile."""
+        """A safe point: raise a recorded interrupt now."""
         if self._is_pending and self._is_held:
             self._raise_pending()
 

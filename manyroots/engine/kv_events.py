@@ -1,11 +1,12 @@
-"""Tells routers which pages this engine has, on which tier: over ZMQ, in the form that vLLM uses.
+"""Publishes to routers which pages this engine has, and on which tier: over ZMQ, in vLLM's format.
 
-Takes what the cache recorded, step by step; publishes one message for each: topic, an 8-byte
-big-endian number, and a msgpack batch `[time, events, data_parallel_rank]`. Whoever missed some
-sends the first number it wants to the replay address and gets what is still kept, then an end. The
-first message says that nothing is there: a consumer that outlives an engine starts anew with it.
+Takes the cache's recorded events, step by step; publishes one message for each: topic, an 8-byte
+big-endian number, and a msgpack batch `[time, events, data_parallel_rank]`. A subscriber that
+missed some sends the first missing number to the replay address. It gets the events that are still
+kept, then an end mark. The first message clears all pages, so that a subscriber that outlives an
+engine starts from an empty state.
 
-Encoding and sending have a thread of their own. Imported only where events are asked for.
+Encoding and sending run on a separate thread. Imported only if events are enabled.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 END = (-1).to_bytes(8, "big", signed=True)
 _RANK = 0
 _POLL_S = 0.05
-"""How long a request for replay may wait while nothing is published."""
+"""How long a replay request may wait while nothing is published."""
 _CLOSE_S = 1.0
 
 NameOf = Callable[[AdapterDigest], AdapterName | None]
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Pages that can be found now. Fields are called as vLLM's are."""
+    """Pages that can be found now. Field names are vLLM's."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -52,26 +53,26 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    """For each page whatever its hash depends on beside tokens: the adapter's digest in
-    hexadecimal, the salt, and where in the page the adapter begins if not at its first token."""
+    """For each page, what its hash depends on besides tokens: the adapter's digest in hexadecimal,
+    the salt, and the adapter's start in the page if it is not the first token."""
     cache_salt: str | None = None
-    """The salt by itself, as Dynamo's indexer reads it: it would take salted pages for anybody's
-    otherwise."""
+    """The salt alone, as Dynamo's indexer reads it; without it, the indexer would treat salted
+    pages as shared."""
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Pages that can't be found any more."""
+    """Pages that can no longer be found."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Nothing can be found any more, on any tier."""
+    """No page can be found any more, on any tier."""
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one step changed."""
+    """The changes of one step."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -79,7 +80,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def to_wire(event: CacheEvent, page_size: int, name_of: NameOf) -> BlockStored | BlockRemoved:
-    """One of the cache's events in the form that is published."""
+    """A cache event in the published form."""
     hashes = [short_hash(page) for page in event.hashes]
     if not isinstance(event, PagesStored):
         return BlockRemoved(hashes, MEDIA[event.tier])
@@ -103,7 +104,7 @@ def to_wire(event: CacheEvent, page_size: int, name_of: NameOf) -> BlockStored |
 
 
 class EventPublisher:
-    """Sockets and the thread that serves them."""
+    """The sockets, and the thread that serves them."""
 
     def __init__(self, choice: EventsChoice, page_size: int, name_of: NameOf) -> None:
         self._page_size = page_size
@@ -133,10 +134,10 @@ class EventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """What a step has changed; returns at once."""
+        """Publish the changes of a step; returns at once."""
         if not events:
             return
-        # Names now: an adapter may be gone when its turn comes.
+        # Resolve names now: an adapter may be unloaded before they are sent.
         wired = [to_wire(event, self._page_size, self._name_of) for event in events]
         number, self._next = self._next, self._next + 1
         try:
@@ -147,7 +148,7 @@ class EventPublisher:
             self._has_dropped = True
 
     def close(self) -> None:
-        """Send what is queued, if that takes no longer than a second."""
+        """Send what is queued, if that takes at most a second."""
         try:
             self._queue.put(None, timeout=_CLOSE_S)
         except queue.Full:
@@ -172,7 +173,7 @@ class EventPublisher:
             self._answer()
 
     def _answer(self) -> None:
-        """Whoever asks for what it has missed."""
+        """Answer requests for missed events."""
         while self._replay is not None and self._replay.poll(0):
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
@@ -187,7 +188,7 @@ class EventPublisher:
 
 
 def _attach(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Addresses for everyone are opened, a certain one's is called; as vLLM does."""
+    """Bind wildcard addresses, connect to specific ones, as vLLM does."""
     is_own = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     if is_own:
         socket.bind(endpoint)

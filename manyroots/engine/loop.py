@@ -1,8 +1,8 @@
 """The engine's loop: drain, schedule, launch, advance, emit.
 
-The next step is planned and launched while the current one runs (depth 1), so that the runner
-never waits for planning. Adapters go through the directory, if there is one. Knows neither HTTP,
-text nor tensors; one thread calls it.
+The next step is planned and launched while the current one runs (depth 1), so that the runner never
+waits for planning. The directory handles adapters, if there is one. Knows neither HTTP, text nor
+tensors; one thread calls it.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ if TYPE_CHECKING:  # simulations have no grammars, and need no library for them
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
-"""A runner that fails this often without one good step is taken for dead."""
+"""After this many failures without one good step, the runner counts as dead."""
 
 
-def _nobody(request_ids: list[RequestId]) -> None:
-    """Nobody wants to know."""
+def _ignore(request_ids: list[RequestId]) -> None:
+    """The default of `tell_begun`."""
 
 
 MAX_WAYS = 4096
@@ -63,7 +63,7 @@ _NO_LORA = "this engine was started without LoRA; start it with --enable-lora."
 
 
 class _LoadTimer:
-    """Times loads from their launch to their answer: the decide half has no clock."""
+    """Times loads from their launch to their reply: the decide half has no clock."""
 
     def __init__(self) -> None:
         self._begun: dict[LoadId, tuple[LoadAdapter, float]] = {}
@@ -88,21 +88,21 @@ class _LoadTimer:
 
 
 TakeWeights = Callable[[str], bytes]
-"""Fills the model from a folder; gives what stands for the new weights. Raises ManyrootsError
-before anything is changed, and UnavailableError where that went wrong half way."""
+"""Fills the model from a folder; returns the identity of the new weights. Raises ManyrootsError if
+nothing was changed, and UnavailableError if it failed halfway."""
 
 
-def _nobody_sleeps() -> None:
-    """Nobody has to be woken yet."""
+def _no_wake() -> None:
+    """The default of `Alarm.wake`: no thread sleeps yet."""
 
 
 class Alarm:
-    """Why the engine can't go on, said outside of a step. Rings once, on any thread, and stays
-    rung; the loop's thread reads it, and is woken for that."""
+    """The reason that the engine cannot continue, raised outside of a step. Any thread may ring it,
+    once; the loop's thread reads it and is woken for that."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self.wake: Callable[[], None] = _nobody_sleeps
+        self.wake: Callable[[], None] = _no_wake
 
     def ring(self, reason: str) -> None:
         self.reason = reason
@@ -110,7 +110,7 @@ class Alarm:
 
 
 class EventSink(Protocol):
-    """Where events of the cache go."""
+    """Receives events of the cache."""
 
     def publish(self, events: Sequence[CacheEvent]) -> None: ...
     def close(self) -> None: ...
@@ -133,13 +133,11 @@ class EngineLoop:
         depth: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`now`: the clock by which prefixes are kept and steps are timed, in seconds.
-        `take_weights`: None where weights can't be updated in place.
-        `directory`: None leaves adapters to whoever registers them with the scheduler.
-        `compiles`: None refuses requests whose output has a shape.
-        `alarm`: None if the runner can't end outside of a step. `events`: told after each step
-        which pages can be found now, and which not any more. `make_check`: takes how it may
-        submit; None checks nothing."""
+        """`now`: the clock for kept prefixes and for step times, in seconds. `take_weights`: None
+        if weights cannot be updated in place. `directory`: None if the caller registers adapters
+        with the scheduler. `compiles`: None refuses structured output. `alarm`: None if the runner
+        cannot fail outside of a step. `events`: receives the pages that were added or removed in
+        each step. `make_check`: takes the submit function; None checks nothing."""
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
@@ -153,34 +151,34 @@ class EngineLoop:
         self._now = now
         self._launched: deque[Future[StepResult]] = deque()
         self._planned_at_s: deque[float] = deque()
-        """When each of these was planned."""
+        """The time at which each of these was planned."""
         self._done_at_s = 0.0
-        """When the newest result was taken."""
+        """The time of the newest result."""
         self._gathered = StepOutputs([])
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
         self._revisions: dict[RequestId, str] = {}
-        """For requests without output yet, where their adapter was when they came."""
+        """For requests without output yet, the adapter's tier when they arrived."""
         self._holds: dict[RequestId, Hold] = {}
-        """What the adapters meant of those that wait for a grammar, when they came."""
+        """For requests that wait for a grammar, the adapter content that they hold."""
         self._load_timer = _LoadTimer()
         self.ways: dict[str, dict[str, float]] = {}
-        """How long adapters took to come, by digest and way; for people alone."""
+        """Load times of adapters, by digest and route; only for display."""
         self._take_weights = take_weights
         self._controls: list[ControlReply] = []
         self._asked: deque[Control] = deque()
-        """What waits until no step runs."""
+        """Controls that wait until no step runs."""
         self._is_paused = False
         self.ring: StepRing | None = None
-        """Notes each step; None where no page will ask."""
-        self.tell_begun: Callable[[list[RequestId]], None] = _nobody
-        """Told who begins to compute, before the step that does it: if that kills the process,
-        they were there."""
+        """Records each step; None if no page will ask."""
+        self.tell_begun: Callable[[list[RequestId]], None] = _ignore
+        """Receives the requests that start to compute, before their step: if the step kills the
+        process, they are known."""
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now. What is being read is no work."""
+        """Whether `step` has anything to do now. Reads in progress do not count."""
         if len(self._gathered) > 0 or self._replies or self._controls or self._asked:
             return True
         if self._launched or (self._scheduler.has_work and not self._is_paused):
@@ -193,7 +191,7 @@ class EngineLoop:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until the engine is resumed."""
+        """Whether no step starts until the engine is resumed."""
         return self._is_paused
 
     @property
@@ -204,7 +202,7 @@ class EngineLoop:
         return self._directory is not None and self._directory.is_reading
 
     def wait_for_read(self, timeout_s: float | None = None) -> None:
-        """Sleep until a read is over or the time is; only while `is_reading`."""
+        """Sleep until a read ends or until the timeout; only while `is_reading`."""
         if self._compiles is not None and self._compiles.is_compiling:
             self._compiles.reads.wait(timeout_s)
             return
@@ -212,7 +210,7 @@ class EngineLoop:
         self._directory.reads.wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, whenever a read or the engine is over."""
+        """Call `wake`, on another thread, whenever a read or the engine ends."""
         if self._alarm is not None:
             self._alarm.wake = wake
         if self._directory is not None:
@@ -221,7 +219,7 @@ class EngineLoop:
             self._compiles.reads.wake = wake
 
     def note_adapter(self, module: LoraModule) -> None:
-        """Know an adapter by name; its files are read when it is first used."""
+        """Register an adapter's name; its files are read on first use."""
         if self._directory is None:
             raise RequestError(_NO_LORA, field="lora_request")
         self._directory.note(module)
@@ -263,12 +261,12 @@ class EngineLoop:
         try:
             self._queue(submit)
         except NotFoundError as error:
-            # The input processor knew the adapter; it was unloaded on the way here.
+            # The input processor knew the adapter; it was unloaded since.
             self._refuse(submit, str(error), ErrorKind.NOT_FOUND)
 
     def _queue(self, submit: Submit) -> None:
-        """One whose adapter is known, once its grammar is there. Until then it holds the adapter:
-        who came before an unload or a reload is served as if nobody had to wait."""
+        """Queue a request with a known adapter once its grammar is compiled. Until then it holds
+        the adapter's content, so an unload or reload does not affect it."""
         hold = None
         if submit.adapter is not None:
             name, revision = split_revision(submit.adapter)
@@ -292,7 +290,7 @@ class EngineLoop:
         self._gathered.outputs.extend(refused)
 
     def _release_adapter(self, request_id: RequestId) -> None:
-        """Of one that waits for a grammar no more, and is not queued."""
+        """Release the adapter of a request that no longer waits for a grammar and is not queued."""
         hold = self._holds.pop(request_id, None)
         if hold is not None:
             self._scheduler.release_adapter(hold)
@@ -329,7 +327,7 @@ class EngineLoop:
             self._gathered.outputs.extend(self._directory.poll())
         self._scheduler.pass_time(self._now())
         if self._launched and self._scheduler.awaits_result:
-            # What is told of it is sent on while the next step runs.
+            # Its messages are sent while the next step runs.
             self._finish_oldest()
         began_s = self._now()
         plan = None if self._is_paused or self._asked else self._scheduler.schedule()
@@ -358,7 +356,8 @@ class EngineLoop:
         return outputs
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
-        """With the first output of a request of an adapter, which is then no plain token."""
+        """Add the adapter's tier to the first output of a request, which is then more than a plain
+        token."""
         outputs.single_out(self._adapter_was.keys() | self._revisions.keys())
         for output in outputs.outputs:
             was = self._adapter_was.pop(output.request_id, None)
@@ -368,10 +367,10 @@ class EngineLoop:
                 output.notice = replace(notice, adapter_was=was, revision=revision)
 
     def _carried_out(self, control: Control) -> ControlReply:
-        """No step runs now."""
+        """Execute a control; no step runs now."""
         match control.kind:
             case ControlKind.PAUSE:
-                self._is_paused = True  # again: a resume may have been asked for before it
+                self._is_paused = True  # again: a resume may have come before it
             case ControlKind.RESUME:
                 self._is_paused = False
             case ControlKind.RESET_CACHE:
@@ -391,7 +390,7 @@ class EngineLoop:
         if not self._is_paused:
             return refused("the engine is not paused; pause it first.")
         if self._check is not None:
-            # Nobody waits for them, and they hold pages.
+            # No request waits for them, and they hold pages.
             for request_id in self._check.give_up():
                 self._abort(request_id)
         if num_begun := self._scheduler.num_begun:
@@ -408,12 +407,12 @@ class EngineLoop:
         return ControlReply(control.op_id, num_pages=self._scheduler.change_weights(identity))
 
     def take_controls(self) -> list[ControlReply]:
-        """Answers to controls since the last call."""
+        """Replies to controls since the last call."""
         controls, self._controls = self._controls, []
         return controls
 
     def take_replies(self) -> list[LoraReply]:
-        """Answers to loads and unloads since the last call."""
+        """Replies to loads and unloads since the last call."""
         replies, self._replies = self._replies, []
         return replies + self._directory.take_replies() if self._directory is not None else replies
 
@@ -427,7 +426,7 @@ class EngineLoop:
         return loads
 
     def _note_way(self, load: LoadTime) -> None:
-        """Remember how long an adapter's last way to a tier took, of the last few thousand."""
+        """Record how long an adapter's last load to a tier took, for the last few thousand."""
         ways = self.ways.pop(load.digest, {})
         ways[f"{load.source.value} to {load.target.value}"] = load.seconds
         self.ways[load.digest] = ways
@@ -464,14 +463,14 @@ class EngineLoop:
         began_s, self._done_at_s = max(self._planned_at_s.popleft(), self._done_at_s), self._now()
         made = self._scheduler.advance(result, self._done_at_s - began_s)
         self._gathered.outputs.extend(made.outputs)
-        self._gathered.tokens = made.tokens  # one result a step: nothing is there yet
+        self._gathered.tokens = made.tokens  # one result a step: no tokens are there yet
 
     def _recover(self, error: Exception) -> None:
-        """A step failed: fail its requests and those that may lean on it, and go on."""
+        """A step failed: fail its requests and those that may depend on it, then continue."""
         logger.exception("step failed", exc_info=error)
         for future in self._launched:
             if future.exception() is None:  # waits
-                # Its tokens rest on the failed step; the copies that ended with it do not.
+                # Its tokens depend on the failed step; the copies that ended with it do not.
                 self._load_timer.answer(future.result().adapters)
                 self._gathered.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()

@@ -1,10 +1,9 @@
-"""How many pages and states fit: memory is counted once, at start, after the weights are loaded.
+"""Counts the pages and states that fit: once, at start, after the weights are loaded.
 
-In: settings, what pages and states take, and what else will be wanted on the device. Out: how many
-pages of all layers there is memory for beside states, which ranks compare; then what each family of
-layers gets, or a refusal that names the flags. Everything that is free goes to these: what nobody
-runs with now is the prefix cache. Where the number of adapters is left open (--max-loras auto),
-they have a share.
+In: settings, the sizes of pages and states, and other needs of device memory. Out: the number of
+pages of all layers that fit beside states, which ranks compare. Then each family's share, or a
+refusal that names the flags. All free memory goes to pages and states: what running requests do not
+use is the prefix cache. With --max-loras auto, adapters have a share.
 """
 
 from __future__ import annotations
@@ -40,39 +39,39 @@ logger = logging.getLogger(__name__)
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 CPU_CACHE_SHARE = 0.25
-"""On a CPU, pages take at most this share of the machine's memory, unless it is said how much."""
+"""Most of a machine's memory that pages take on a CPU, unless a size is set."""
 LEAST_PAGE_BYTES = 8192
-"""The cache's own records take some 100 bytes a page. Where nobody has said how much to take, pages
-so small that these would count (of toy models) are as many as if they had this size."""
+"""The cache's own records take some 100 bytes a page. Without a set size, the number of smaller
+pages (of toy models) is limited as if they had this size."""
 LEAST_ADAPTER_SHARE, MOST_ADAPTER_SHARE = 0.125, 0.25
-"""On a GPU, --max-loras auto gives adapters at least the first share of what weights leave, and up
-to the second if --lora-modules, or a few adapters of the maximum rank, need it. On a CPU they may
-take as much as pages may, and take it only as they come."""
+"""On a GPU, --max-loras auto gives adapters at least the first share of the memory that weights
+leave. They get up to the second if --lora-modules, or a few adapters of the maximum rank, need it.
+On a CPU they may take as much as pages, and only as they are loaded."""
 FEW_ADAPTERS = 8
 ROOM_FOR_MORE = 1.25
-"""Beside adapters that are known at start there is room for others."""
+"""Space for other adapters beside those known at start."""
 SPARE_SHARE = 0.01
-"""Of the memory that weights leave, slots to spare take at most this much."""
+"""Most of the memory that weights leave which spare slots may take."""
 LEAST_WORTH = 8
-"""A checkpoint is worth its memory if it saves a request this part of the tokens, or more, whose
+"""A checkpoint is worth its memory if it saves a request at least this part of the tokens whose
 keys and values would take as much."""
 LIBRARY_RESERVE_BYTES = 256 * 2**20
-"""On a GPU, left alone for what libraries and compiled kernels take as they go."""
+"""Reserved on a GPU for memory that libraries and compiled kernels allocate later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What all ranks have alike."""
+    """Sizes that all ranks share."""
 
     num_units: tuple[int, ...]
     """By family of layers: pages, or states."""
     adapter_room: int
-    """For adapters, in slots or blocks (see `count_adapter_room`); 0 without --enable-lora."""
+    """Room for adapters, in slots or blocks (see `count_adapter_room`); 0 without --enable-lora."""
     max_model_len: int
 
 
 class FamilyMemory:
-    """The families of a model's layers, and what one rank's part of their units takes."""
+    """The families of a model's layers, and the bytes of one rank's units."""
 
     def __init__(
         self, settings: EngineSettings, families: Sequence[LayerFamily], dtype: torch.dtype
@@ -92,12 +91,12 @@ class FamilyMemory:
             )
         self._page_bytes = [f.unit_bytes(page_size, dtype) for f in self._paged]
         self.page_bytes = sum(self._page_bytes)
-        """Of a page of all layers that have any."""
+        """Bytes of a page of all layers with pages."""
         self._state_bytes = [f.unit_bytes(page_size, dtype) for f in families if f.is_state]
         self._interval = 0
-        """In pages."""
+        """Interval of checkpoints, in pages."""
         self.states: StateShare | None = None
-        """None where no layer has a state."""
+        """None if no layer has a state."""
         if self._state_bytes:
             self._interval = -(-self._interval_tokens(cache) // page_size)
             self.states = StateShare(
@@ -109,8 +108,8 @@ class FamilyMemory:
             )
 
     def _interval_tokens(self, cache: CacheSettings) -> int:
-        """A checkpoint cuts a step's prompts and takes memory: none within what one step computes,
-        and none that takes more than the tokens since the last."""
+        """A checkpoint splits a step's prompts and takes memory. The interval is at least the
+        tokens of one step, and its tokens take at least as much memory as the checkpoint."""
         if cache.checkpoint_interval_tokens is not None:
             return cache.checkpoint_interval_tokens
         as_many = sum(self._state_bytes) * self._page_size // self.page_bytes
@@ -118,24 +117,24 @@ class FamilyMemory:
 
     @property
     def unit_bytes(self) -> list[int]:
-        """By family: of one unit."""
+        """Bytes of one unit, by family."""
         return self._page_bytes + self._state_bytes
 
     def most_tokens(self, num_bytes: int, max_model_len: int) -> int:
-        """The longest context worth making room for where there is so much memory. Where no layer
-        sees everything, memory alone would set no end to it: then as if all did."""
+        """The longest context that this much memory can support. If every layer has a window,
+        memory sets no limit; then it counts as if none had."""
         if all(family.window is not None for family in self._paged):
             return min(max_model_len, num_bytes // self.page_bytes * self._page_size)
         return self._longest(num_bytes, max_model_len)
 
     def _longest(self, num_bytes: int, max_model_len: int) -> int:
-        """The longest request whose pages so much memory holds, at most the full length."""
+        """The longest request whose pages fit, at most the full length."""
         demand = self._demand(max_model_len)
         return longest_that_fits(self._sizes(demand), num_bytes, demand)
 
     def fit(self, num_all_pages: int, adapter_room: int, max_model_len: int) -> Sizes:
-        """Split memory for so many pages of all layers, and say how many states there are beside
-        them. One request of the full length must fit, or it could never be finished."""
+        """Split memory for this many pages of all layers, and count the states beside them. One
+        request of the full length must fit, or it could never finish."""
         num_bytes = num_all_pages * self.page_bytes
         longest = self._longest(num_bytes, max_model_len)
         if longest < max_model_len:
@@ -156,7 +155,7 @@ class FamilyMemory:
         return Sizes(tuple(num_units), adapter_room, longest)
 
     def capacities(self, sizes: Sizes) -> tuple[Capacity, ...]:
-        """As the cache sees it."""
+        """The capacities for the cache."""
         paged: list[Family] = [s.family for s in self._sizes(self._demand(sizes.max_model_len))]
         worth = sum(self._state_bytes) // (self.page_bytes * LEAST_WORTH)
         states = recurrent_families(
@@ -165,7 +164,7 @@ class FamilyMemory:
         return tuple(map(Capacity, [*paged, *states], sizes.num_units))
 
     def told(self, sizes: Sizes, num_ranks: int) -> list[str]:
-        """What each family got on all ranks together, and why, line by line."""
+        """Each family's share on all ranks together, and the reason, line by line."""
         demand = self._demand(sizes.max_model_len)
         own = self._sizes(demand)
         everywhere = [FamilyBytes(size.family, size.unit_bytes * num_ranks) for size in own]
@@ -220,8 +219,8 @@ def count_pages(
     reserved_bytes: int,
     max_model_len: int,
 ) -> int:
-    """How many pages of all layers there is memory for beside states. `reserved_bytes`: what
-    adapters and steps will take on a GPU."""
+    """The number of pages of all layers that fit beside states. `reserved_bytes`: device memory for
+    adapters and steps on a GPU."""
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
@@ -260,9 +259,9 @@ def count_adapter_room(
     page_bytes: int,
     device: torch.device,
 ) -> int:
-    """Room for adapters on the device: as many slots as --max-loras says, and some to spare; for
-    auto, as many blocks as adapters' share of memory has, or slots where there are no blocks.
-    `known_bytes`: of the adapters that --lora-modules names."""
+    """Room for adapters on the device: the number of slots in --max-loras plus spare ones. For
+    auto, the number of blocks in adapters' share of memory, or of slots if there are no blocks.
+    `known_bytes`: size of the adapters in --lora-modules."""
     lora, cache = settings.lora, settings.cache
     free = _free_bytes(cache, device, settings.model.tensor_parallel_size)
     if lora.max_loras:

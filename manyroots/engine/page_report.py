@@ -1,7 +1,7 @@
-"""Collects which pages came and went, for a gateway that routes between engines.
+"""Collects added and removed pages for a gateway that routes between engines.
 
 Takes the cache's events after each step; gives them as `PageChange`s with the step's other
-messages. Passes the events on where --kv-events-config publishes them too.
+messages. Also passes the events on if --kv-events-config publishes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NameOf = Callable[[AdapterDigest], AdapterName | None]
 
 
 class PageReport:
-    """An `EventSink` that keeps what it is told until it is taken."""
+    """An `EventSink` that keeps events until they are taken."""
 
     def __init__(self, name_of: NameOf, publisher: EventSink | None) -> None:
         self._name_of = name_of

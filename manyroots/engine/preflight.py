@@ -1,8 +1,8 @@
-"""What can be seen at once: whether a start can work, before seconds are spent on one.
+"""Quick checks of whether a start can work, before seconds are spent on one.
 
-Takes settings; raises what is wrong with the paths, adapters and devices that they name. Looks at
-files' names and adapters' headers and asks the GPU's driver, and imports no torch. What it can't
-see, as whether a hub has a model, shows when the engine is built.
+Takes settings; raises errors about the paths, adapters and devices that they name. Reads file names
+and adapters' headers and asks the GPU's driver, and imports no torch. Other problems, such as a
+model that a hub lacks, appear when the engine is built.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
-    """Raises ConfigError or ModelError. An adapter that can't be used is a warning, unless it is
-    the one that is `needed`."""
+    """Raises ConfigError or ModelError. An unusable adapter is a warning, unless it is the `needed`
+    one."""
     model = settings.model
     name = _check_model(model)
     if model.tokenizer is not None and not _HUB_ID.fullmatch(model.tokenizer):
@@ -84,7 +84,7 @@ def _check_path(flag: str, value: str) -> None:
 
 
 def _check_temporary_folder() -> None:
-    """The engine's socket lies there."""
+    """The engine's socket is there."""
     try:
         with tempfile.TemporaryDirectory(prefix="manyroots-") as folder:
             length = len(f"{folder}/engine".encode())
@@ -115,7 +115,7 @@ def _check_devices(settings: ModelSettings) -> None:
 
 
 def count_gpus() -> int:
-    """Asked of CUDA's driver, which heeds CUDA_VISIBLE_DEVICES; 0 where there is none."""
+    """From CUDA's driver, which respects CUDA_VISIBLE_DEVICES; 0 if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -127,7 +127,8 @@ def count_gpus() -> int:
 
 
 def _check_adapters(settings: LoraSettings, needed: str | None) -> None:
-    """By their configs and headers: what no model could serve, or not within these limits."""
+    """By their configs and headers: adapters that no model could serve, or not within these
+    limits."""
     modules = settings.lora_modules
     for module in track(modules, total=len(modules), label="Checking adapters"):
         try:
@@ -136,7 +137,7 @@ def _check_adapters(settings: LoraSettings, needed: str | None) -> None:
             message = f"--lora-modules {module.name}={module.path} can't be used: {error}"
             if module.name == needed:
                 raise ConfigError(message) from error
-            # Its requests will be refused with this reason; everyone else's can be served.
+            # Its requests will be refused with this reason; all others can be served.
             logger.warning("%s", message)
 
 

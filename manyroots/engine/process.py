@@ -1,7 +1,8 @@
 """The engine's own process: `python -m manyroots.engine.process ADDRESS BEGIN`.
 
 Started by `child.py`, at BEGIN on the monotonic clock. Reads settings from its socket, builds the
-engine, says READY or FAILED, then runs the loop until told to close or until its parent is gone.
+engine and sends READY or FAILED. Then it runs the loop until it is told to close or its parent
+exits.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def _serve(socket: Socket, begin: float, import_s: float) -> int:
 
 
 def _say_why(socket: Socket, reason: str) -> None:
-    """And stay until that is heard, which CLOSE says: a parent on a busy machine may see the
-    process's end before its last message. One that is gone itself ends us, too."""
+    """Sends the reason and stays until CLOSE confirms it: a parent on a busy machine may see the
+    process's end before its last message. If the parent is gone, this process ends, too."""
     socket.send_multipart(encode(MessageKind.FAILED, reason))
     while decode(socket.recv_multipart())[0] is not MessageKind.CLOSE:
         pass
@@ -101,7 +102,7 @@ def run(
     snapshots: Snapshots | None = None,
     pages: PageReport | None = None,
 ) -> None:
-    """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
+    """Handle messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
         loop.wake_by(bell.ring)
 
@@ -147,7 +148,7 @@ def run(
 
 
 def _show(socket: Socket, snapshots: Snapshots) -> None:
-    """Answer the page's oldest question, or go on with it after the next step."""
+    """Answer the page's oldest question, or continue with it after the next step."""
     snapshot = snapshots.answer()
     if snapshot is not None:
         begin_s = time.thread_time()
@@ -156,7 +157,7 @@ def _show(socket: Socket, snapshots: Snapshots) -> None:
 
 
 class _Bell:
-    """Rung on any thread, it ends the sleep of the one that polls `ear`."""
+    """Rung on any thread, it wakes the thread that polls `ear`."""
 
     def __init__(self) -> None:
         self.ear, self._rope = socketpair()
@@ -164,7 +165,7 @@ class _Bell:
         self._rope.setblocking(False)
 
     def ring(self) -> None:
-        # A full buffer rings already; a closed one has nobody left to wake.
+        # A full buffer wakes it already; a closed one has no reader left.
         with contextlib.suppress(OSError):
             self._rope.send(b"!")
 
@@ -181,9 +182,9 @@ class _Bell:
 
 
 def _exit_with_parent(address: str) -> None:
-    """Standard input is a pipe that the parent holds open; its end means the parent is gone. If
-    that was before we had connected, the folder of its socket is there still."""
-    # os.read, not sys.stdin: a thread inside a buffered reader makes the interpreter's exit abort.
+    """Standard input is a pipe that the parent holds open; its end means that the parent is gone.
+    If that happened before this process connected, the socket's folder still exists."""
+    # os.read, not sys.stdin: a thread inside a buffered reader makes the interpreter abort at exit.
     while os.read(0, 4096):
         pass
     socket = Path(address.removeprefix("ipc://"))

@@ -1,8 +1,8 @@
-"""An engine in another process, as the API sees it.
+"""An engine in another process, for the API.
 
-Gives `EngineClient`. Passes messages both ways, and starts the process again if it dies: requests
-that had begun fail with the reason, those that waited are handed to the next one, and adapters
-that were loaded meanwhile are loaded again. After a few deaths in a row it gives up.
+Gives `EngineClient`. Passes messages both ways, and restarts the process if it dies. Requests that
+had started fail with the reason; waiting requests go to the next process; adapters loaded at run
+time are loaded again. After a few deaths in a row it gives up.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from manyroots.snapshot import Snapshot, SnapshotAsk
 logger = logging.getLogger("manyroots")
 
 FIRST_PAUSE_S = 1.0
-"""Before the first new start; each further one waits twice as long."""
+"""Delay before the first restart; each further one waits twice as long."""
 GOOD_LIFE_S = 300.0
-"""A process that served this long had a good life: its death is the first in a row again."""
+"""After a process has served this long, its death counts as the first in a row again."""
 POLL_S = 0.02
 SHUTTING_DOWN = "The server is shutting down; ask another one."
 
@@ -84,7 +84,7 @@ class _Mailbox:
 class _Request:
     submit: Submit
     outputs: _Mailbox = field(default_factory=_Mailbox)
-    """An error says why there will be none."""
+    """An error is the reason that no more outputs follow."""
     has_begun: bool = False
     has_outputs: bool = False
 
@@ -105,15 +105,15 @@ class ProcessClient:
         on_pages: Callable[[list[PageChange]], None] = lambda changes: None,
     ) -> None:
         """`max_restarts`: how often in a row a dead process is started again. `hands_back`: if the
-        process dies, requests that wait fail with EngineDiedError too, because another engine can
-        take them. `on_life`: told when it begins or ceases to serve. `on_pages`: told which pages
-        came and went."""
+        process dies, waiting requests also fail with EngineDiedError, because another engine can
+        take them. `on_life`: called when it starts or stops serving. `on_pages`: called with added
+        and removed pages."""
         self._make_child = make_child
         self._hands_back = hands_back
         self._on_life = on_life
         self._on_pages = on_pages
         self.heard_at = time.monotonic()
-        """When the process last said something."""
+        """The time of the process's last message."""
         self._settings = settings
         self._max_restarts = max_restarts
         self._first_pause_s = first_pause_s
@@ -123,7 +123,8 @@ class ProcessClient:
         self._op_ids = itertools.count(1)
         self._ops: dict[int, asyncio.Future[LoraReply]] = {}
         self._loads: dict[AdapterName, LoadLora] = {}
-        """What was loaded while the engine ran, by the load that gave the name its content."""
+        """Adapters that were loaded at run time, each by the load that gave its name the
+        content."""
         self._watch: EngineWatch | None = None
         self._controls: dict[int, asyncio.Future[ControlReply]] = {}
         self._looks: dict[int, asyncio.Future[Snapshot]] = {}
@@ -132,13 +133,13 @@ class ProcessClient:
         self._woken = asyncio.Event()
         self.is_asleep = False
         self._weights_path: str | None = None
-        """Where the weights were taken from that are served now, if not from where it started."""
+        """The folder of the current weights, if they were updated after the start."""
         self._info: EngineInfo | None = None
         self._stats: Stats | None = None
         self._child: Child | None = None
         self._is_serving = False
         self._cause: str | None = None
-        """Why the last process died."""
+        """The reason of the last process's death."""
         self._over: asyncio.Future[str] | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self.progress: Progress | None = None
@@ -163,7 +164,7 @@ class ProcessClient:
     def stats(self) -> Stats | None:
         if self._is_serving or self._info is None:
             return self._stats
-        # Its pages and rows are gone with the process; those who wait are here.
+        # Its pages and rows died with the process; waiting requests are here.
         return replace(NO_COUNTS, num_waiting=len(self._requests))
 
     @property
@@ -227,7 +228,7 @@ class ProcessClient:
         return reply
 
     def note_load(self, load: LoadLora) -> None:
-        """An adapter to load before it serves again; for a process that is being started."""
+        """Note an adapter to load before it serves again, for a process that is being started."""
         self._loads[load.name] = replace(load, op_id=next(self._op_ids))
 
     def note_unload(self, name: AdapterName) -> None:
@@ -242,7 +243,7 @@ class ProcessClient:
         self._weights_path = str(find_weights(path, self._settings.model.weights_dirs))
 
     def hand_back_waiting(self, reason: str) -> None:
-        """Give up requests that have no outputs, so that another engine can take them."""
+        """Fail requests that have no outputs, so that another engine can take them."""
         for request_id, request in list(self._requests.items()):
             if not request.has_outputs:
                 del self._requests[request_id]
@@ -260,7 +261,7 @@ class ProcessClient:
     async def pause(self, mode: PauseMode) -> None:
         self._serving_child()
         if mode is PauseMode.WAIT and self.is_paused and self._requests:
-            await self._control(ControlKind.RESUME)  # for those that a pause has kept
+            await self._control(ControlKind.RESUME)  # for requests that a pause has kept
         self._resumed.clear()
         if mode is PauseMode.ABORT and self._requests:
             self._serving_child().send(MessageKind.ABORT, Abort(list(self._requests)))
@@ -270,7 +271,7 @@ class ProcessClient:
             if self._is_serving and not self.is_paused:
                 raise UnavailableError("the engine was resumed in the meantime; pause it again")
         await self._control(ControlKind.PAUSE)
-        self._resumed.clear()  # again: a resume that was asked for before it is answered, too
+        self._resumed.clear()  # again: a resume that came before it is answered, too
 
     async def resume(self) -> None:
         await self._control(ControlKind.RESUME)
@@ -430,7 +431,7 @@ class ProcessClient:
         while True:
             assert self._child is not None
             begin = time.monotonic()
-            # Beside the messages: it waits for some of them, and for none once they end.
+            # Beside the messages: it waits for some of them, and stops when they end.
             resuming = asyncio.create_task(self._resume(self._child, is_first=is_first))
             resuming.add_done_callback(self._supervision_ended)
             is_first = False
@@ -459,13 +460,14 @@ class ProcessClient:
                     break
 
     def _supervision_ended(self, task: asyncio.Task[None]) -> None:
-        """By a fault of our own, nobody would hear the engine again: say so, and let go."""
+        """An error in our own supervision: no messages would be read any more, so report it and
+        end."""
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the engine can't be watched any more", exc_info=error)
             self._give_up(f"the engine can't be watched any more: {type(error).__name__}: {error}")
 
     def _mourn(self, cause: str, last_lines: list[str]) -> None:
-        """Say that it is dead, and fail what died with it."""
+        """Log the death and its reason, and fail the requests that died with it."""
         self._set_serving(False)
         self._died_at = time.monotonic()
         self.progress = Progress("Ending what is left of the engine", 0, 1)
@@ -480,7 +482,7 @@ class ProcessClient:
         self._resumed.set()  # the next process is not paused
 
     def _end_operations(self, reason: str) -> None:
-        """Nobody will answer them any more."""
+        """No reply will come any more."""
         waiting: list[asyncio.Future[Any]] = [
             *self._ops.values(),
             *self._controls.values(),
@@ -521,7 +523,7 @@ class ProcessClient:
         return True
 
     def _as_before(self) -> EngineSettings:
-        """The same sizes again: requests were let in by them."""
+        """The same sizes again: running requests were accepted with them."""
         settings, info, model = self._settings, self._info, self._settings.model
         if self._weights_path is not None:
             own = model.model if info is None else info.model_path
@@ -540,7 +542,7 @@ class ProcessClient:
         )
 
     async def _resume(self, child: Child, *, is_first: bool) -> None:
-        """Load again what was loaded, then hand over those who waited."""
+        """Load the noted adapters again, then submit the waiting requests."""
         if is_first:
             return
         done: dict[AdapterName, LoadLora] = {}

@@ -1,7 +1,7 @@
 """A rank of the engine other than the first: `python -m manyroots.engine.rank_process`.
 
 Started by `distributed/ranks.py` with its channel as standard input. Loads its part of the model,
-then follows the first rank's plans. Puts together what `distributed` must not know of.
+then executes the first rank's plans. Connects parts that `distributed` must not know.
 """
 
 from __future__ import annotations
@@ -87,5 +87,5 @@ def build(join: Join) -> _Part:
 if __name__ == "__main__":
     code = follower.main(build)
     sys.stderr.flush()
-    # After a failure threads may be stuck among the ranks; nothing here needs a tidy end.
+    # After a failure, threads may hang between the ranks; nothing here needs an orderly exit.
     os._exit(code)

@@ -1,9 +1,9 @@
 """Checks a sample of cache hits while serving: computes them again and compares (R09).
 
-Takes requests and their first outputs; for a share of those with cached tokens it asks the engine
-twice for the token behind them, once from the cache and once computed anew, as requests of its own.
-If the log-probabilities differ by more than rounding may, the pages are dropped on every tier, the
-difference is counted, and the log names them. One check at a time; its requests are told to nobody.
+Takes requests and their first outputs. For a share of those with cached tokens it asks the engine
+twice for the next token, once from the cache and once recomputed, with requests of its own. If the
+log-probabilities differ by more than rounding allows, it drops the pages on every tier, counts the
+difference and logs them. It runs one check at a time; callers never see its requests.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from manyroots.step import TokenLogprobs
 logger = logging.getLogger(__name__)
 
 _NUM_COMPARED = 5
-"""The likeliest tokens, beside the one that was chosen."""
+"""The most likely tokens, besides the chosen one."""
 _MAX_NOTED = 4096
 _CACHED = SamplingParams(temperature=0.0, max_tokens=1, logprobs=_NUM_COMPARED)
 _COMPUTED = replace(_CACHED, prompt_logprobs=0)
-"""Prompts whose log-probabilities are asked for are computed, whatever is cached."""
+"""Prompts with requested log-probabilities are always recomputed."""
 
 
 @dataclass(slots=True)
 class _Check:
-    """One prefix, asked for twice."""
+    """One prefix, requested twice."""
 
     submit: Submit
     waits_for: set[RequestId]
     scores: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
     num_cached_tokens: int = 0
     is_void: bool = False
-    """Whether it was given up: its answers may be of different weights."""
+    """Whether it was abandoned: its answers may come from different weights."""
 
 
 class SelfCheck:
-    """Samples, asks and compares."""
+    """Samples, requests and compares."""
 
     def __init__(
         self,
@@ -51,38 +51,38 @@ class SelfCheck:
         drop: Callable[[Submit], str],
         seed: int = 0,
     ) -> None:
-        """`submit` queues a request; `drop` makes a prompt's pages findable no more and names
-        them. `tolerance`: how far log-probabilities may differ."""
+        """`submit` queues a request. `drop` removes a prompt's pages from every tier and returns
+        their hashes. `tolerance`: the allowed difference of log-probabilities."""
         self._share = share
         self._tolerance = tolerance
         self._submit = submit
         self._drop = drop
         self._rng = random.Random(seed)
         self._noted: dict[RequestId, Submit] = {}
-        """Sampled, without output yet."""
+        """Sampled requests without output yet."""
         self._check: _Check | None = None
         self._next_id = -1
         self.total_checks = 0
         self.total_differences = 0
 
     def note(self, submit: Submit) -> None:
-        """A request comes in."""
+        """Note a new request."""
         if self._rng.random() < self._share and len(self._noted) < _MAX_NOTED:
             self._noted[submit.request_id] = submit
 
     def forget(self, request_id: RequestId) -> None:
-        """A request is over before its first token."""
+        """A request ended before its first token."""
         self._noted.pop(request_id, None)
 
     def give_up(self) -> list[RequestId]:
-        """The weights may change: what is under way is not compared. Gives the requests of it."""
+        """The weights may change: abandon running checks. Returns their requests."""
         if self._check is None:
             return []
         self._check.is_void = True
         return list(self._check.waits_for)
 
     def take(self, outputs: StepOutputs) -> None:
-        """Begin a check of what has begun; keep back what answers one."""
+        """Start a check of a new hit; hold back outputs that belong to a check."""
         if not self._noted and self._check is None:
             return
         outputs.single_out(self._noted)
@@ -117,7 +117,7 @@ class SelfCheck:
             return
         check.waits_for.discard(output.request_id)
         if output.finish_reason is FinishReason.ERROR:
-            check.scores.clear()  # its adapter may be gone: nothing to compare
+            check.scores.clear()  # its adapter may be unloaded: nothing to compare
         if check.waits_for:
             return
         self._check = None

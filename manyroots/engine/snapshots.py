@@ -1,8 +1,8 @@
-"""Answers the page's questions: what an engine does now, as plain data.
+"""Answers the live page's questions with the engine's current state, as plain data.
 
 In: questions, between two steps. Out: one `Snapshot` each, without a prompt, a token or a salt.
-Reading a large tree is spread over several steps, so that no step waits for a page that is open.
-Costs nothing while nothing is asked.
+Reading a large tree is spread over several steps, so that no step waits for an open page. Costs
+nothing while there is no question.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from manyroots.snapshot import (
 SLICE_NODES = 500
 """Nodes of the tree that are read between two steps: about a millisecond."""
 MOST_EVICTED = 1000
-"""Nodes whose place in the order of eviction is told."""
+"""Most nodes whose position in the eviction order is included."""
 MAX_NUMBERED = 100_000
-"""Namespaces and tenants that keep a number of their own; then counting begins anew."""
+"""Most namespaces and tenants with their own number; then numbering restarts."""
 
 
 class _HasWaiting(Protocol):
-    """Where requests wait that the scheduler does not know yet."""
+    """A holder of requests that the scheduler does not know yet."""
 
     def waiting(self) -> list[Submit]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What an engine took when it started, in bytes of all ranks together."""
+    """Memory that an engine took at start, in bytes of all ranks together."""
 
     weights_bytes: int
     slot_bytes: int
-    """Of one adapter's place on the device, at its largest."""
+    """Bytes of one adapter's slot on the device, at its largest."""
     unit_bytes: Sequence[int]
-    """Of one page or state, by family of layers."""
+    """Bytes of one page or state, by family of layers."""
     block_bytes: int = 0
-    """Of a block of adapters' memory, where those are counted (--max-loras auto)."""
+    """Bytes of a block of adapters' memory, if blocks are counted (--max-loras auto)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What snapshots are taken of."""
+    """The parts that snapshots read."""
 
     scheduler: Scheduler
     cache: PrefixCache
@@ -76,7 +76,7 @@ class EngineParts:
 
 
 class Snapshots:
-    """Takes questions, and gives their answers one after the other."""
+    """Takes questions, and answers them one after the other."""
 
     def __init__(self, parts: EngineParts, loop: EngineLoop, ring: StepRing) -> None:
         self._parts = parts
@@ -88,7 +88,7 @@ class Snapshots:
         self._namespaces: dict[Namespace, int] = {}
         self._cpu_s = 0.0
         self.encode_cpu_s = 0.0
-        """What the last answer took to be encoded; told with the next."""
+        """CPU time to encode the last answer; reported with the next."""
 
     @property
     def is_asked(self) -> bool:
@@ -167,7 +167,7 @@ class Snapshots:
         )  # fmt: skip
 
     def _tenant(self, salt: str | None) -> int:
-        """The number that stands for a salt, which is never told."""
+        """The number of a salt; the salt itself is never reported."""
         if salt is None:
             return 0
         number = self._tenants.get(salt)
@@ -233,7 +233,7 @@ class Snapshots:
     # Memory
 
     def _memory(self) -> list[MemoryPart]:
-        """What of each tier is used for what; of one tier, all that the engine took there."""
+        """The use of each tier's memory; for one tier, everything that the engine took there."""
         parts, memory = self._parts, self._parts.memory
         found = [MemoryPart("device", "weights", "", "used", memory.weights_bytes, 1)]
         found += self._adapter_memory()

@@ -1,7 +1,7 @@
-"""The first rank's side of an engine with several: start the others, load beside them, run as one.
+"""The first rank's side of an engine with several ranks: starts the others and loads beside them.
 
-Gives a `Runner` in which all ranks carry out the same plans. Imported only where there is more
-than one rank.
+Gives a `Runner` in which all ranks execute the same plans. Imported only if there is more than one
+rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executor:
-    """The model's parts in as many processes; this one has the first."""
+    """The model's parts in as many processes; this one has the first part."""
     shard = Shard(0, settings.model.tensor_parallel_size)
     rank_spec(describe(source), shard)  # refuse what can't be divided before anything is started
     with _other_ranks(settings, source) as ranks:
@@ -79,7 +79,7 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
 
 
 def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:
-    """Who hears how other ranks' loads ended."""
+    """Receives the ends of other ranks' loads."""
     if adapters is None:
         return _refuse
     assert isinstance(adapters.loader, FirstLoader)
@@ -92,8 +92,8 @@ def _refuse(rank: int, answer: AdapterLoaded) -> None:
 
 @contextmanager
 def _other_ranks(settings: EngineSettings, source: ModelSource) -> Iterator[Ranks]:
-    """Started, and loading; gone again if the block does not end well."""
-    # The files are here by now: no rank needs to look for them, or to download them, again.
+    """Starts the ranks, which load; ends them if the block fails."""
+    # The files are local by now: no rank needs to look for them or download them again.
     found = replace(settings, model=replace(settings.model, model=str(source.path)))
     ranks = Ranks(settings.model.tensor_parallel_size, found)
     try:

@@ -1,7 +1,7 @@
-"""The tiers below the device: how large they are, and the bytes behind them.
+"""The tiers below the device: their sizes, and the code that moves their bytes.
 
-Takes settings and what the device's arenas are; gives the sizes that the cache decides by, and what
-carries out copies. Host memory is shared out over families as the device's is.
+Takes settings and the device's arenas; gives the sizes for the cache's decisions, and the object
+that executes copies. Host memory is divided among families like the device's.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from manyroots.store.tier_copies import TierCopies
 logger = logging.getLogger(__name__)
 
 STAGING_SHARE = 0.25
-"""Storage without a host tier: its pages pass through host memory of this share of the device's,
-or of the longest request's size where that is more."""
+"""For storage without a host tier: its pages pass through host memory of this share of the
+device's, or of the longest request's size if that is larger."""
 _READ_BYTES = 1 << 24
 
 
 def check_tiers(settings: EngineSettings) -> None:
-    """Refuse what can't be served together."""
+    """Refuse settings that cannot be combined."""
     tiers = settings.tiers
     if not tiers.is_on:
         return
@@ -59,8 +59,8 @@ def with_host(
     num_ranks: int,
 ) -> tuple[Capacity, ...]:
     """Room on the host for each family, beside the device's. `unit_bytes`: of one rank's units.
-    `num_request_pages`: of the longest request, which is what passes through where there is no
-    host tier."""
+    `num_request_pages`: of the longest request; without a host tier, this many pass through at
+    once."""
     if not settings.is_on:
         return capacities
     sizes = list(zip(capacities, unit_bytes, strict=True))
@@ -75,8 +75,8 @@ def with_host(
 
 
 def _host_bytes(settings: TierSettings, page_bytes: int, num_ranks: int) -> int | None:
-    """What was asked for, for one rank: a size in bytes is that of all ranks together, as in vLLM.
-    None without a host tier."""
+    """The requested size for one rank: a size in bytes covers all ranks together, as in vLLM. None
+    without a host tier."""
     transfer = settings.transfer()
     num_pages = settings.num_host_pages or transfer.num_host_pages
     if num_pages is not None:
@@ -94,8 +94,8 @@ def make_tiers(
     shard: Shard,
     ends: CopyEnds | None,
 ) -> TierCopies | None:
-    """What carries out one rank's copies below the device; None where there is nothing below.
-    `layers`: of each family, where its layers are in the model."""
+    """The object that executes one rank's copies below the device; None if there is no tier below.
+    `layers`: for each family, the indexes of its layers in the model."""
     if not settings.is_on:
         return None
     host = [
@@ -114,7 +114,7 @@ def make_tiers(
 
 
 def tier_policies(settings: TierSettings, *, is_gpu: bool = False) -> CachePolicies:
-    """What the cache may do with the tiers there are."""
+    """What the cache may do with these tiers."""
     overlap = settings.kv_load_overlap
     return CachePolicies(
         write_back=WriteBack(settings.write_back),
@@ -127,8 +127,8 @@ def tier_policies(settings: TierSettings, *, is_gpu: bool = False) -> CachePolic
 
 
 def model_identity(source: ModelSource, load_format: str, seed: int) -> bytes:
-    """Stands for a model's weights: the same on every machine that has the same files, and another
-    if a single byte differs. Dummy weights are made from the seed."""
+    """Identifies a model's weights: equal on every machine with the same files, and different if a
+    single byte differs. Dummy weights are made from the seed."""
     if load_format == "dummy":
         return f"dummy weights of seed {seed} for {source.config.to_json_string()}".encode()
     files = _weight_files(source.path)
@@ -142,8 +142,8 @@ def model_identity(source: ModelSource, load_format: str, seed: int) -> bytes:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """In a folder: the config and whatever may hold weights, by name. Of a .gguf file: all parts
-    of the model that begins with it."""
+    """In a folder: the config and all files that may hold weights, by name. For a .gguf file: all
+    parts of the model that starts with it."""
     if path.is_file():
         return parts_of(path, read_metadata(path))
     kinds = (".safetensors", ".gguf", ".bin")

@@ -1,7 +1,8 @@
-"""Where other weights of the served model may be: below the folders that --weights-dirs allows.
+"""Finds other weights of the served model: only in folders that --weights-dirs allows.
 
-Sees, too, whether files stayed as they were while they were read: a trainer may write the next ones
-into the same folder."""
+Also detects files that changed while they were read: a trainer may write the next ones into the
+same folder.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _REMEDY = "give a folder below one of --weights-dirs"
 
 
 def check_weights_dirs(folders: Sequence[str]) -> None:
-    """Refuse at start what could never be used."""
+    """Refuse at start folders that could never be used."""
     for folder in folders:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(
@@ -23,8 +24,9 @@ def check_weights_dirs(folders: Sequence[str]) -> None:
 
 
 def find_weights(path: str, allowed: Sequence[str]) -> Path:
-    """The folder that a caller's path means, links followed; a relative one is looked up in each
-    allowed folder. Whoever may not look around learns the same of a folder that exists."""
+    """The folder that a caller's path names, with links resolved; a relative path is looked up in
+    each allowed folder. The error is the same for a forbidden folder that exists and for one that
+    does not."""
     roots = [Path(folder).expanduser().resolve() for folder in allowed]
     if not roots:
         raise RequestError(
@@ -45,7 +47,7 @@ FileStates = tuple[tuple[str, int, int, int], ...]
 
 
 def file_states(path: Path) -> FileStates:
-    """Of a file, or of all in a folder: name, number, size and time of the last change."""
+    """For a file, or all files in a folder: name, number, size and time of the last change."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     stats = [(file.name, file.stat()) for file in files]
     return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)

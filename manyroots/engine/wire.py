@@ -1,10 +1,10 @@
-"""How messages cross between processes: one kind byte, then msgpack by msgspec. Never pickle.
+"""Encodes messages between processes: one kind byte, then msgpack by msgspec. Never pickle.
 
-Arrays travel as their type and their bytes, and a prompt in a frame of its own, four bytes a token:
-both ends would spend more on turning numbers into objects and back than on the rest of a message.
-Sequences of one request share their sampling parameters, which may be a megabyte: they cross once
-(`SubmitWriter`, `SubmitReader`).
-Only the server's two processes import this; `LLM` passes the same objects by reference.
+Arrays travel as their type and their bytes. A prompt has its own frame with four bytes a token:
+converting numbers to objects and back would cost more than the rest of a message. Sequences of one
+request share their sampling parameters, which may be a megabyte: they are sent once
+(`SubmitWriter`, `SubmitReader`). Only the server's two processes import this; `LLM` passes the same
+objects by reference.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from manyroots.sampling import SamplingParams
 from manyroots.snapshot import Snapshot, SnapshotAsk
 
 NUM_KEPT = 16
-"""Sampling parameters that a connection keeps: of as many requests that are sent side by side."""
+"""Sampling parameters that a connection keeps: for this many concurrent requests."""
 TOKEN_TYPE = "i"
-"""As `array` calls a 32-bit integer."""
+"""`array`'s code for a 32-bit integer."""
 
 
 class MessageKind(enum.Enum):
@@ -86,8 +86,8 @@ def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
 
 
 class SubmitWriter:
-    """Encodes the submissions of one connection. Both ends keep the sampling parameters sent last,
-    in the same places: those that are there already are named by their place."""
+    """Encodes the submissions of one connection. Both ends keep the last sampling parameters under
+    the same indexes; known parameters are sent as an index."""
 
     def __init__(self) -> None:
         self._kept: list[SamplingParams | None] = [None] * NUM_KEPT

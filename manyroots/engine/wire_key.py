@@ -1,7 +1,7 @@
-"""Encrypts and authenticates the wire between a gateway and an engine of another machine.
+"""Encrypts and authenticates the connection between a gateway and an engine on another machine.
 
-Both ends derive their CURVE keys from one shared key. An end that does not know it can neither
-connect nor read: a connection needs the gateway's public key, which is derived too and never sent.
+Both ends derive their CURVE keys from one shared key. An end without it can neither connect nor
+read: a connection needs the gateway's public key, which is also derived and never sent.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import zmq
 from zmq.utils import z85
 
 WIRE_KEY = "MANYROOTS_WIRE_KEY"
-"""The environment variable that has the key of an engine's process."""
+"""The environment variable with the key of an engine's process."""
 
 
 def secure(socket: zmq.Socket[Any], key: str, *, is_gateway: bool) -> None:
-    """Before it is bound or connected."""
+    """Call before the socket is bound or connected."""
     gateway, engine = _secret(key, "gateway"), _secret(key, "engine")
     own = gateway if is_gateway else engine
     socket.curve_secretkey = own

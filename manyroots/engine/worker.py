@@ -1,8 +1,8 @@
-"""One rank's part of a model, loaded; the only part there is without --tensor-parallel-size.
+"""One rank's loaded part of a model; the whole model without --tensor-parallel-size.
 
-In: settings, the model's files and the rank's place. Out: weights in memory, how many pages fit
-beside them, and a runner once it is known how many there will be. What depends on the model or
-the machine is worked out here; what depends on all ranks in `build.py`.
+In: settings, the model's files and the rank's index. Out: weights in memory, the number of pages
+that fit beside them, and a runner once the final number is known. Facts of the model or the machine
+are computed here; facts of all ranks in `build.py`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0001
-"""Who launches a kernel lets go of the interpreter, and another thread that takes it may keep it
-for so long. Steps whose kernels are launched one by one took up to twice as long while adapters
-were read (H200, with Python's own 5 ms); what this number alone saves was not measured."""
+"""A thread that launches a kernel releases the interpreter, and another thread may then keep it for
+this long. Steps that launch kernels one by one took up to twice as long while adapters were read
+(H200, with Python's default of 5 ms). The effect of this number alone was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class Worker:
     model: Decoder
     memory: FamilyMemory
     num_pages: int
-    """Of all layers, as many as fit here; the engine has the smallest number of all ranks."""
+    """Pages of all layers that fit here; the engine uses the smallest number of all ranks."""
     adapter_room: int
     """The same for adapters, in slots or blocks; 0 without --enable-lora."""
     max_model_len: int
-    """The model's or the user's; the engine may have to shorten it."""
+    """The model's or the user's length; the engine may shorten it."""
 
     def make_adapters(
         self, settings: EngineSettings, sizes: Sizes, make_loader: MakeLoader = AdapterLoader
     ) -> AdapterRuntime | None:
-        """Slots for adapters and the way to fill them; None without --enable-lora."""
+        """Slots for adapters and the code that fills them; None without --enable-lora."""
         if not settings.lora.enable_lora:
             return None
         return build_adapter_runtime(
@@ -90,7 +90,7 @@ class Worker:
         )
 
     def capacities(self, settings: EngineSettings, sizes: Sizes) -> tuple[Capacity, ...]:
-        """What each family has on each tier, as the cache sees it."""
+        """Each family's capacity on each tier, for the cache."""
         memory, longest = self.memory, -(-sizes.max_model_len // settings.cache.block_size)
         return with_host(
             settings.tiers,
@@ -108,8 +108,9 @@ class Worker:
         grammars: GrammarCache | None = None,
         ends: CopyEnds | None = None,
     ) -> ModelRunner:
-        """Give it pages and rows. Ranks have met by now. `grammars`: of the rank that chooses.
-        `ends`: where this rank reports the ends of its copies, if there are several."""
+        """Give it pages and rows. Ranks have connected by now. `grammars`: only for the rank
+        that samples. `ends`: where this rank reports the ends of its copies, if there are
+        several ranks."""
         loader = None if adapters is None else adapters.loader
         capacities = self.capacities(settings, sizes)
         runner = _runner(settings, self.model, sizes, loader, capacities, grammars, ends)
@@ -119,25 +120,25 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Executor:
-    """What carries out plans, whole: one rank or several."""
+    """Executes plans, on one rank or several."""
 
     worker: Worker
-    """The first rank's."""
+    """The first rank's worker."""
     num_pages: int
-    """Of all layers, as many as there is memory for on every rank."""
+    """Pages of all layers that fit on every rank."""
     sizes: Sizes
     runner: Runner
     adapters: AdapterRuntime | None
     """None without --enable-lora."""
     grammars: GrammarCache
     forget: Callable[[Sequence[bytes]], None]
-    """Takes pages out of storage, by hash; returns at once."""
+    """Removes pages from storage, by hash; returns at once."""
     alarm: Alarm | None
-    """Rung when the runner can't go on; None if nothing outside of a step can end it."""
+    """Rung when the runner cannot continue; None if it can fail only in a step."""
 
 
 def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
-    """All of the model in this process."""
+    """The whole model in this process."""
     with stage("weights and sizes"):
         worker = load_worker(settings, source, WHOLE)
     sizes = worker.memory.fit(worker.num_pages, worker.adapter_room, worker.max_model_len)
@@ -151,7 +152,7 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
 
 
 def make_grammars(settings: EngineSettings, source: ModelSource, worker: Worker) -> GrammarCache:
-    """Empty; nothing is loaded for it before it is asked."""
+    """Empty; nothing is loaded for it before its first use."""
     spec = worker.model.spec
     return GrammarCache(
         partial(
@@ -214,8 +215,8 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
 
 
 def _measured_step_bytes(settings: EngineSettings, model: Decoder, max_model_len: int) -> int:
-    """By the largest step there may be, on a runner with one page, which is thrown away. Its rows'
-    state counts, too."""
+    """Runs the largest possible step on a temporary runner with one page. Includes the state of its
+    rows."""
     before = torch.cuda.memory_allocated(model.device)
     with apart():
         sizes = Sizes((1,) * len(model.families), 0, max_model_len)
@@ -241,7 +242,7 @@ def _runner(
     grammars: GrammarCache | None = None,
     ends: CopyEnds | None = None,
 ) -> ModelRunner:
-    """`capacities`: None for a runner that moves nothing."""
+    """`capacities`: None for a runner that copies nothing."""
     page_size = settings.cache.block_size
     arenas = [
         family.make_arena(num_units, page_size, model.dtype, model.device)
@@ -271,7 +272,7 @@ def _runner(
 
 
 def pick_device(settings: ModelSettings, shard: Shard) -> torch.device:
-    """Where a rank computes: on the CPU with its share of the cores, or on a GPU of its own."""
+    """A rank's device: the CPU with its share of the cores, or its own GPU."""
     kind = settings.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -281,7 +282,7 @@ def pick_device(settings: ModelSettings, shard: Shard) -> torch.device:
         return torch.device(kind)
     if kind == "cpu":
         if "OMP_NUM_THREADS" not in os.environ:
-            # Threads wait by spinning: more of them than cores would mostly wait.
+            # Threads spin while they wait: more threads than cores would mostly wait.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // shard.size))
         return torch.device(kind)
     if torch.cuda.device_count() < shard.size:
@@ -297,9 +298,9 @@ def pick_device(settings: ModelSettings, shard: Shard) -> torch.device:
 def pick_dtype(
     settings: ModelSettings, source: ModelSource, device: torch.device, chip: Chip | None = None
 ) -> torch.dtype:
-    """What is computed in. `chip`: what a CPU is, where it is not this machine's own."""
+    """The dtype of the computation. `chip`: the CPU, if it is not this machine's."""
     asked: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    # Some models that also see say it of their parts alone.
+    # Some models with vision state it only for their parts.
     said = (source.config, source.config.get_text_config())
     own = next((one.dtype for one in said if getattr(one, "dtype", None) is not None), None)
     if device.type != "cpu":
@@ -318,8 +319,9 @@ def pick_dtype(
 
 
 def _fast_on(chip: Chip, own: object, quantization: str) -> tuple[torch.dtype, str]:
-    """What `chip` computes a checkpoint fastest in, and why, in words. `own`: the checkpoint's
-    dtype. Only what is bfloat16 already is computed in it: others would lose digits."""
+    """The fastest dtype for a checkpoint on `chip`, and the reason in words. `own`: the
+    checkpoint's dtype. Only bfloat16 checkpoints are computed in bfloat16: others would lose
+    digits."""
     if quantization == W4A8:
         return torch.float32, f"--quantization {W4A8} multiplies its blocks with float32"
     if own is not torch.bfloat16:
@@ -335,7 +337,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) -> int:
-    """The context length asked for, or the model's own, which some configs give without an end."""
+    """The requested context length, or the model's own, which some configs leave open."""
     longest = spec.max_len
     if settings.max_model_len is None:
         return max(1, min(longest, most_tokens))

@@ -1,8 +1,8 @@
-"""One function per invariant of the cache; each raises AssertionError saying what is wrong.
+"""One function per invariant of the cache; each raises AssertionError with the violation.
 
-For tests and the simulator, which call `audit` after every step. Reads everything, O(units), on
-plain lists (`AuditView`): the caches of tests are small, and numpy would spend longer on each call
-than on what it computes.
+For tests and the simulator, which call `audit` after every step. Reads everything, O(units), as
+plain lists (`AuditView`): the caches of tests are small, and each numpy call would cost more than
+its computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AuditedPool:
         self.holders: list[int] = self.pool.holders.tolist()
         self.indexed: list[bool] = self.pool.indexed.tolist()
         self.free: list[int] = self.pool.free_units().tolist()
-        # What is absent counts as unit -1, the last of this list.
+        # Absent units are -1, which indexes the last entry of this list.
         self.by_unit = [*self.holders, 0].__getitem__
 
     @property
@@ -44,7 +44,7 @@ class AuditedNode:
         self.counts: list[int] = []
         """Pages that have a unit."""
         self.holders: list[list[int]] = []
-        """Of each page's unit; 0 where there is none."""
+        """Holders of each page's unit; 0 if there is none."""
         self.num_loose: list[int] = []
         """Units without a holder."""
         for array, pool in zip(node.units, pools, strict=True):
@@ -136,7 +136,7 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
             held = [unit for unit in table if unit != ABSENT]
             assert len(set(held)) == len(held), "a lease holds a unit twice"
             dead = table[: lease.first_live[plane.index]]
-            assert dead.count(ABSENT) == len(dead), "a unit behind the window is held"
+            assert dead.count(ABSENT) == len(dead), "a unit before the window is held"
             _count(counted[plane.index], held)
     for family, unit in (*lease.states.items(), *lease.resumed.items()):
         _count(counted[family], [unit])
@@ -193,7 +193,7 @@ def counts_are_true(view: AuditView) -> None:
 
 
 def pages_are_supported(view: AuditView) -> None:
-    """H08: no page without a unit it can't do without, where a family is ordered."""
+    """H08: if a family is ordered, no page lacks a unit that it needs."""
     layout = view.cache.layout
     if any(plane.family.is_ordered for plane in layout.device):
         spine = [plane.index for plane in layout.spine]
@@ -204,7 +204,7 @@ def pages_are_supported(view: AuditView) -> None:
 
 
 def held_units_have_held_units_above(view: AuditView) -> None:
-    """With `device_units_have_no_holes`: all the way up."""
+    """Together with `device_units_have_no_holes`: up to the root."""
     for plane, is_ordered in enumerate(view.is_ordered):
         if is_ordered:
             holders = {id(each.node): each.holders[plane] for each in view.nodes}
@@ -212,7 +212,7 @@ def held_units_have_held_units_above(view: AuditView) -> None:
 
 
 def device_units_have_no_holes(view: AuditView) -> None:
-    """An ordered family's device units have device units above them, all the way."""
+    """An ordered family's device units have device units above them, up to the root."""
     for plane in view.cache.layout.device:
         if plane.family.is_ordered:
             units = {id(each.node): each.units[plane.index] for each in view.nodes}
@@ -220,8 +220,8 @@ def device_units_have_no_holes(view: AuditView) -> None:
 
 
 def _follows_a_gap(view: AuditView, pages: dict[int, list[int]], gap: int) -> bool:
-    """Whether a page comes behind one, in its node or its parent, that is a gap. `pages`: by
-    node, a number for each page; `gap` is the number of a gap."""
+    """Whether a page follows a gap in its node or its parent. `pages`: by node, a number for each
+    page; `gap` is the number of a gap."""
     for each in view.nodes:
         own = pages[id(each.node)]
         before = pages.get(id(each.node.parent))
@@ -234,7 +234,7 @@ def _follows_a_gap(view: AuditView, pages: dict[int, list[int]], gap: int) -> bo
 
 
 def loose_units_are_queued(view: AuditView) -> None:
-    """What counts as available will be found by the evictor."""
+    """The evictor will find everything that counts as available."""
     for each in view.nodes:
         node = each.node
         for plane, num_loose in enumerate(each.num_loose):
@@ -244,7 +244,7 @@ def loose_units_are_queued(view: AuditView) -> None:
 
 
 def spare_units_are_queued(view: AuditView) -> None:
-    """What can be spared will be found by the evictor before all else."""
+    """The evictor will find spare units before all others."""
     for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         if plane.family.reach is None or not evictor.is_up_to_date:
             continue
@@ -257,7 +257,7 @@ def spare_units_are_queued(view: AuditView) -> None:
 
 
 def queues_are_true(view: AuditView) -> None:
-    """A node is in one queue of each plane that says so, and a queue's units are counted."""
+    """A node is in the queue that its plane's bits name, and a queue's units are counted."""
     for plane, evictor in zip(view.planes, view.cache.evictors, strict=True):
         for bit, queues in evictor.queues:
             queued = []
@@ -276,7 +276,7 @@ def queues_are_true(view: AuditView) -> None:
 
 
 def first_pages_are_counted(view: AuditView) -> None:
-    """S07: who asks whether another namespace has a page is told the truth."""
+    """S07: the count of first pages in other namespaces is correct."""
     tree = view.cache.index.tree
     counted = Counter((owner.namespace.salt, page) for owner, page in tree.root.children)
     assert counted == tree.first_pages, "the count of first pages is wrong"
@@ -290,8 +290,8 @@ def namespaces_know_where_they_begin(view: AuditView) -> None:
 
 
 def owners_take_over_once(view: AuditView) -> None:
-    """N22, N23: from base to an adapter and never back, for one tenant. Where an adapter begins
-    inside a page, that page is a node of its own."""
+    """N22, N23: owners change from base to an adapter and never back, within one tenant. If an
+    adapter starts inside a page, that page is a separate node."""
     for each in view.nodes:
         node = each.node
         owner, parent = node.owner, node.parent

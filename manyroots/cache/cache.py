@@ -1,9 +1,9 @@
-"""The facade: everything the scheduler may know of the prefix cache.
+"""The facade: the scheduler's only view of the prefix cache.
 
-In: keys, tokens and how many of them a step will compute. Out: leases that hold units, and copy
-intents for the plan. A page is findable when the step that fills it is planned, where the family
-allows reading it within that step, and is relied on for good when the step commits; a step that
-fails takes its pages out again. Deterministic: the same calls give the same units and victims.
+In: keys, tokens and the number of tokens that a step will compute. Out: leases that hold units, and
+copy intents for the plan. A page becomes findable when the step that fills it is planned, if the
+family allows reading it within that step. It becomes reliable when the step commits; a failed step
+removes its pages. Deterministic: the same calls give the same units and victims.
 
 Order within a step (C01): claim every request that may begin, then onboard and extend.
 """
@@ -54,11 +54,11 @@ from manyroots.snapshot import PlaneView
 from manyroots.step import Copy, CopyDone, Int32s
 
 MOST_OVERLAP_S = 0.1
-"""A request begins before its pages are there only if they will be by then."""
+"""A request starts before its pages have arrived only if they arrive within this time."""
 
 
 class Kinds(NamedTuple):
-    """Which parts a cache is made of."""
+    """The classes that a cache is made of."""
 
     publisher: type[Publisher]
     growth: type[Growth]
@@ -66,9 +66,9 @@ class Kinds(NamedTuple):
 
 
 ANY = Kinds(Publisher, Growth, Holder)
-"""Whatever its families and tiers are."""
+"""For any families and tiers."""
 SOLE = Kinds(SolePublisher, SoleGrowth, SoleHolder)
-"""Where one family keeps every page, on the device alone."""
+"""For one family that keeps every page, on the device only."""
 
 
 class PrefixCache:
@@ -121,14 +121,14 @@ class PrefixCache:
         self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
         self.left_storage_alone = False
-        """Whether the last `prefetch` did not ask storage, although it may have something."""
+        """Whether the last `prefetch` did not ask storage, although storage may have something."""
 
     # Finding
 
     def lookup(self, key: PrefixKey, tokens: Int32s) -> Match:
         """What a request could reuse now. Changes nothing.
 
-        At least one token is always left to compute: its logits are what the request came for.
+        At least one token always remains to be computed: the request needs its logits.
         """
         nodes, depth, _, limit = self._holder.walk(key, tokens)
         return self._holder.match(nodes, depth, limit)
@@ -141,8 +141,8 @@ class PrefixCache:
         may_reuse: bool,
         retention: Retention | None = None,
     ) -> Lease:
-        """Hold what is found, on whatever tier. Always succeeds; release it if it is no use.
-        `retention`: what is to be kept of the prompt when the lease ends."""
+        """Hold what is found, on any tier. Always succeeds; release it if it is not needed.
+        `retention`: the part of the prompt to keep when the lease ends."""
         nodes, depth, ahead, limit = self._holder.walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
@@ -163,11 +163,11 @@ class PrefixCache:
         return lease
 
     def begin(self, lease: Lease, num_tokens: int, is_first: bool = True) -> None:
-        """The request of this lease begins: its own reuse counts, once (C04), and not again when it
-        was retracted and resumes. Without reuse there is nothing to count.
+        """The request of this lease starts. Its reuse counts once (C04), and not again when it
+        resumes after a retraction. Without reuse there is nothing to count.
 
-        Only now is what it found worth a copy: one that is claimed again and again while there is
-        no room would have the room filled with copies under way.
+        Only now is the prefix that it found worth a copy. A waiting request claims repeatedly, and
+        copies for each claim would fill the pool.
         """
         num_cached = lease.num_cached_tokens
         if num_cached and self.layout.host:
@@ -191,14 +191,14 @@ class PrefixCache:
 
     @property
     def least_shared_pages(self) -> int:
-        """How many pages a state must save to be worth a wait for it; 0 where layers have none, or
-        nothing is reused: then requests share within a step, or not at all."""
+        """Pages that a state must save to be worth waiting for. 0 if no layer has a state or
+        nothing is reused: requests then share within a step, or not at all."""
         if not self._policies.reuse:
             return 0
         return least_saved(plane.family for plane in self.layout.device)
 
     def could_find_more(self, lease: Lease) -> bool:
-        """Whether something was published behind what the lease found, since it was claimed."""
+        """Whether pages after those that the lease found were published since it was claimed."""
         if lease.ahead is None:
             return False
         depth, node = lease.num_published_pages, lease.cursor
@@ -212,55 +212,55 @@ class PrefixCache:
     # Holding
 
     def may_overlap(self, lease: Lease) -> bool:
-        """Whether a request that is alone may begin while what it found on the host arrives (T10).
-        Who comes next waits for it, so that it must not take long."""
+        """Whether a single request may start while what it found on the host arrives (T10). The
+        next request waits for it, so it must not take long."""
         if not self._policies.overlaps_loads or not self._onboarding.may_overlap(lease):
             return False
         num_pages = len({page for _, page, _ in lease.onboarding})
         return self.costs.load_s(num_pages) <= MOST_OVERLAP_S
 
     def onboard(self, lease: Lease, *, overlaps: bool = False) -> Refusal | None:
-        """Start loading what was found on the host; the lease is ready when it has arrived, or with
-        `overlaps` at once, for the step being planned."""
+        """Start loading what was found on the host. The lease is ready when it has arrived or, with
+        `overlaps`, at once for the step being planned."""
         return self._onboarding.onboard(lease, overlaps=overlaps)
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        """How many of `num_tokens` to compute so that the step ends where a state must be saved."""
         return self._growth.clip(lease, num_computed, num_tokens)
 
     def save_at(self, lease: Lease, num_pages: int) -> None:
-        """Others wait for the state after so many pages of a lease: a step ends there, and saves
-        it."""
+        """Other requests wait for the state after this many pages of a lease: a step ends there and
+        saves it."""
         lease.shared = num_pages
 
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
     ) -> bool:
-        """Whether there is room to go on to `num_tokens`, by steps of at most `num_step_tokens`, if
-        nobody else takes any."""
+        """Whether there is room to continue to `num_tokens`, in steps of at most `num_step_tokens`,
+        if no other lease takes any."""
         return self._growth.can_reach(lease, num_computed, num_tokens, num_step_tokens)
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
-        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        """Units for a step that extends the lease from `num_computed` to `num_tokens` tokens."""
         return self._growth.extend(lease, num_computed, num_tokens, step_id)
 
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
-        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
-        To be followed by `accept`."""
+        """Like `extend`, but tokens from `num_sure` on are guesses that the step checks (P11). Call
+        `accept` afterwards."""
         num_leases = len(self.open_leases)
         return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id, num_leases)
 
     @property
     def has_states(self) -> bool:
-        """Whether a family of layers keeps one state of a sequence, and not what led to it."""
+        """Whether a family of layers keeps only the newest state of a sequence."""
         return any(plane.family.is_state for plane in self.layout.device)
 
     def most_drafts(self, num_sure: int) -> int:
-        """How many guesses may follow so many sure tokens."""
+        """How many guesses may follow this many sure tokens."""
         return self._growth.most_drafts(num_sure)
 
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
@@ -269,28 +269,28 @@ class PrefixCache:
         return self._growth.next_pages(leases)
 
     def prefer_own(self, lease: Lease) -> bool:
-        """Give back copies by others of pages that the lease has computed itself: a request that
-        is alone, with all the room there is, must get by with one of each.
+        """Give back other requests' copies of pages that the lease has computed itself. A single
+        request that needs all memory must hold each page once.
 
-        False if it holds none, or if anyone else holds anything.
+        False if it holds none, or if another lease holds anything.
         """
         if len(self.open_leases) > 1 or self.has_transfers:
             return False
         return self.publisher.prefer_own(lease)
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
-        """How many of a lease's tokens would be found, were it released and claimed again now."""
+        """How many of a lease's tokens would be found if it were released and claimed again now."""
         return self._holder.num_resumable_tokens(lease, tokens)
 
     # Publishing
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
-        publish what is full then, for families that share within a step."""
+        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`.
+        Publish the pages that are full then, for families that share within a step."""
         self.publisher.announce(lease, tokens, num_tokens, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
-        """The step succeeded: what was announced for it can be relied on."""
+        """The step succeeded: what was announced for it is reliable now."""
         self._committed_step = max(self._committed_step, step_id)
         self.storage.pass_to(step_id)
         announced = self.publisher.commit_step(step_id)
@@ -298,12 +298,13 @@ class PrefixCache:
             for serial, nodes in announced:
                 self._writer.published(serial, nodes)
         if self._allocator.has_allocated:
-            # Not otherwise: an idle cache must come to rest, however small its host tier.
+            # Only then: an idle cache must stop copying, however small its host tier is.
             self._allocator.has_allocated = False
             self._writer.keep_ahead()
 
     def commit(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Step `step_id` has computed the first `num_tokens` of `tokens`: publish what is full."""
+        """Step `step_id` has computed the first `num_tokens` of `tokens`: publish the full
+        pages."""
         num_full = min(num_tokens, len(tokens)) // self.page_size
         if not self._policies.reuse or (
             num_full <= lease.num_published_pages and not lease.checkpoints
@@ -316,14 +317,14 @@ class PrefixCache:
             self._writer.published(lease.serial, nodes)
 
     def accept(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Of what step `step_id` computed over drafts, the first `num_tokens` of `tokens` are
-        right: publish what is full, and give back the pages after them. The lease goes on from
-        there, with whatever tokens."""
+        """Of the drafts that step `step_id` computed, the first `num_tokens` of `tokens` are right.
+        Publish the full pages, and free the pages after them. The lease continues from there with
+        any tokens."""
         self._growth.rewind(lease, num_tokens)
         self.commit(lease, tokens, num_tokens, step_id)
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
-        """States of the prompt, saved by a step that is done, can be found."""
+        """States of the prompt that a finished step saved become findable."""
         nodes: list[Node] = []
         kept: list[Checkpoint] = []
         for saved in lease.checkpoints:
@@ -338,11 +339,11 @@ class PrefixCache:
         return nodes
 
     def fail_step(self, step_id: StepId) -> None:
-        """The step gave nothing: what was announced for it is findable no more."""
+        """The step failed: pages announced for it are no longer findable."""
         self.publisher.fail_step(step_id)
 
     def release(self, lease: Lease, ending: Ending) -> None:
-        """Give everything back. What was published stays findable until its room is needed."""
+        """Free everything. Published pages stay findable until their memory is needed."""
         if not lease.is_open:
             raise RuntimeError("a lease was released twice")
         lease.is_open = False
@@ -359,7 +360,7 @@ class PrefixCache:
         self.publisher.offer_path(cursor)
 
     def _end_checkpoints(self, lease: Lease, ending: Ending) -> None:
-        """States that the lease has saved: kept for the next turn, or given back."""
+        """Handle the states that the lease has saved: keep them for the next turn, or free them."""
         self._states.forget(lease)
         has_newer: set[int] = set()
         for checkpoint in reversed(lease.checkpoints):
@@ -380,15 +381,16 @@ class PrefixCache:
         lease.checkpoints = ()
 
     def pass_time(self, now_s: float) -> None:
-        """End the marks whose time is over (T13)."""
+        """End the marks that have expired (T13)."""
         self.marks.pass_time(now_s)
 
     # Tiers
 
     def prefetch(self, key: PrefixKey, tokens: Int32s, room: Share = Share.ANY) -> Ticket | None:
-        """Ask storage for what neither device nor host has; None if there is nothing to ask, or no
-        room for an answer. With less than `Share.ANY` the ticket may say why it was not asked. What
-        another has asked for is not asked for again: the ticket waits for that answer (T09)."""
+        """Ask storage for pages that neither device nor host has; None if there are none, or no
+        room for an answer. With less than `Share.ANY` the ticket may give the reason that storage
+        was not asked. Pages that another ticket already asks for are not requested twice: this
+        ticket waits for that answer (T09)."""
         if not self._policies.uses_storage or not self.layout.host:
             return None
         self.left_storage_alone = not self.storage.may_read
@@ -405,26 +407,27 @@ class PrefixCache:
         return self.prefetcher.ask(key, tokens, walk, room)
 
     def keep(self, key: PrefixKey, tokens: Int32s) -> Keep:
-        """Keep what the host has of a request that waits, until it is let go of (T04)."""
+        """Keep the host's pages for a waiting request until `let_go` (T04)."""
         return self.keeper.keep(key, tokens)
 
     def let_go(self, keep: Keep) -> None:
-        """A request begins, or is over: what was kept for it stays until its room is needed."""
+        """The request starts or ends: what was kept for it stays until its memory is needed."""
         self.keeper.let_go(keep)
 
     @property
     def num_keeps(self) -> int:
-        """Keeps that were not let go of; for audits."""
+        """Keeps that are still held; for audits."""
         return len(self.keeper.open)
 
     @property
     def host_room(self) -> list[tuple[int, int]]:
-        """What keeps and questions to storage are refused by: the same answer while it is equal."""
+        """The state that decides whether keeps and storage requests are refused: equal states give
+        equal answers."""
         return [self.prefetcher.room(plane) for plane in self.layout.host]
 
     @property
     def patience_steps(self) -> int | None:
-        """For how many steps a request waits for storage; None is as long as it takes."""
+        """For how many steps a request waits for storage; None: without a limit."""
         return self._policies.patience_steps
 
     def acknowledge(self, done: CopyDone) -> None:
@@ -450,12 +453,12 @@ class PrefixCache:
             measured(source, family, len(done.arrived), done.seconds)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed nearly nothing but prompts took so long (T05)."""
+        """A step that computed almost only prompts took this long (T05)."""
         self.costs.measured_prefill(num_tokens, seconds)
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Copies for the step being planned, in the order they must run. States that it saves can
-        be found from now on."""
+        """Copies for the step being planned, in the order in which they must run. States that it
+        saves are findable from now on."""
         self.publisher.announce_checkpoints()
         self._writer.sent()
         copies = self._states.take_copies() + self.prefetcher.take_intents()
@@ -469,8 +472,8 @@ class PrefixCache:
     # Namespaces, counts
 
     def evict_namespace(self, namespace: Namespace) -> Evicted:
-        """Free what a namespace has on every tier. What leases hold goes when they end, and they
-        publish no more. Harmless for a namespace that is unknown."""
+        """Free a namespace's pages on every tier. Pages that leases hold are freed when these end,
+        and those leases publish no more. Does nothing for an unknown namespace."""
         return self._evict((namespace,))
 
     def evict_adapter(self, digest: AdapterDigest) -> Evicted:
@@ -481,8 +484,8 @@ class PrefixCache:
         return self._evict(dict.fromkeys(ns for ns in known if ns.adapter == digest))
 
     def evict_prefix(self, key: PrefixKey, tokens: Int32s) -> tuple[bytes, ...]:
-        """Free a prompt's pages and whatever lies behind them, on the device and the host; their
-        hashes, page by page. Who holds them goes on and publishes no more."""
+        """Free a prompt's pages and everything after them, on the device and the host; returns
+        their hashes, page by page. Leases that hold them continue and publish no more."""
         walk = self.lookup(key, tokens).walk
         if not walk.nodes:
             return ()
@@ -507,15 +510,15 @@ class PrefixCache:
         return len(self.open_leases)
 
     def evict_all(self) -> Evicted:
-        """Evict every namespace: nothing that is computed now will be found later."""
+        """Evict every namespace: nothing that was computed before will be found."""
         known = [*self.index.tree.by_namespace]
         known += [ns for lease in self.open_leases.values() for ns in lease.key.namespaces]
         known += [ns for ticket in self.prefetcher.tickets() for ns in ticket.key.namespaces]
         return self._evict(dict.fromkeys(known))
 
     def change_weights(self, identity: bytes) -> Evicted:
-        """Other weights compute from now on. What the old ones computed is gone from every tier
-        here, and has other names in storage and in events. Nobody may hold pages."""
+        """The weights change. Pages of the old weights are dropped from every tier here, and have
+        other names in storage and in events. No lease may hold pages."""
         assert not self.open_leases, "a request would go on with what the old weights computed"
         evicted = self.evict_all()
         if self._hasher is not None:
@@ -539,7 +542,8 @@ class PrefixCache:
         return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
 
     def is_held(self, family: int, unit: int) -> bool:
-        """Whether anybody holds a unit on the device; for runners that check what they are told."""
+        """Whether any lease or transfer holds a unit on the device; for runners that check their
+        plans."""
         return bool(self.index.pools[family].holders[unit])
 
     def take_events(self) -> list[CacheEvent]:
@@ -549,7 +553,7 @@ class PrefixCache:
     # Looking, which changes nothing
 
     def walk_tree(self, number: Callable[[Namespace], int]) -> TreeWalk:
-        """A walk over what is indexed; `number` stands for a namespace."""
+        """A walk over the index; `number` maps a namespace to a number."""
         return TreeWalk(self.index, number)
 
     def held_by(self, lease: Lease) -> tuple[int, int]:
@@ -561,13 +565,13 @@ class PrefixCache:
         return plane_views(self.index)
 
     def next_evicted(self, most: int) -> list[tuple[int, int]]:
-        """(node, pages) of the device's first plane, in the order in which they would go, by at
-        most so many nodes."""
+        """(node, pages) of the device's first plane, in eviction order, for at most this many
+        nodes."""
         return [(node.serial, node.counts[0]) for node in self.evictors[0].in_order(most)]
 
     @property
     def num_uses(self) -> int:
-        """The clock by which nodes remember their last use."""
+        """The clock by which nodes record their last use."""
         return self.publisher.num_uses
 
     def stats(self) -> CacheStats:
@@ -588,7 +592,8 @@ class PrefixCache:
 
 
 def _most_units(layout: CacheLayout) -> dict[int, int]:
-    """By family that does not read everything before: how many units a request resumes from."""
+    """By family that does not read all earlier tokens: the number of units that a request resumes
+    from."""
     far = 1 << 20
     return {
         plane.family_index: 1

@@ -1,12 +1,12 @@
 """Where a recurrent state is saved: at boundaries where reuse will happen (H12, C05).
 
-Of a prompt every `interval` pages, where others part from it (those known to the index, and those
-that wait for it), where its request marked it (`retention.py`), and at its last boundary that can
-be resumed from at all: a token is always left to compute. Not where too little would be saved
-beside what was found or saved before (`least_saved`): a state may take as much memory as thousands
-of tokens. A mark is taken at its word. After the prompt the two newest states are kept, in two
-units that take turns. The older one
-is for an answer that was cut within its last page: a stop string is found late.
+A prompt's state is saved every `interval` pages, where other prompts diverge from it (those in the
+index, and those that wait for it), and where its request marked it (`retention.py`). It is also
+saved at the last boundary that can be resumed from: one token always remains to be computed. It is
+not saved if that would save too little beyond what was found or saved before (`least_saved`),
+because a state may take as much memory as thousands of tokens. Marks are always followed. After the
+prompt the two newest states are kept, in two alternating units. The older one serves an answer that
+was cut within its last page, because a stop string is found late.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyroots.cache.lease import Lease
 
 
 def next_stop(family: Family, lease: Lease, num_computed: int, page_size: int) -> int | None:
-    """The first token count behind `num_computed` at which a prompt's step must end."""
+    """The first token count after `num_computed` at which a prompt's step must end."""
     assert isinstance(family, RecurrentState)
     page = num_computed // page_size
     last = _last(lease, page_size)
@@ -32,12 +32,12 @@ def next_stop(family: Family, lease: Lease, num_computed: int, page_size: int) -
 
 
 def least_saved(families: Iterable[Family]) -> int:
-    """Pages that a checkpoint must save at least; 0 where no family has a state."""
+    """The fewest pages that a checkpoint must save; 0 if no family has a state."""
     return max((f.least_saved for f in families if isinstance(f, RecurrentState)), default=0)
 
 
 def is_due(family: Family, lease: Lease, num_tokens: int, page_size: int) -> bool:
-    """Whether the state behind `num_tokens` tokens is worth saving."""
+    """Whether the state after `num_tokens` tokens is worth saving."""
     assert isinstance(family, RecurrentState)
     if num_tokens == 0 or num_tokens % page_size:
         return False
@@ -57,7 +57,7 @@ def _last(lease: Lease, page_size: int) -> int:
 
 
 def _marked(lease: Lease, page_size: int) -> list[int]:
-    """Boundaries at which the request asked for a prefix to be kept."""
+    """Boundaries at which the request asked to keep a prefix."""
     if lease.retention is None:
         return []
     return [each.until_token // page_size for each in lease.retention.ranges]

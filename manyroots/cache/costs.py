@@ -1,10 +1,11 @@
-"""Load or recompute: what each takes, as measured so far (T05).
+"""Load or recompute: the measured cost of each (T05).
 
-In: how long copies and steps took, as numbers that the execute half measured. Out: whether loading
-so many pages is quicker than computing their tokens. Knows no clock: the same numbers give the same
-answers. Units of a family have one size, so that time per unit and bytes per second are one thing.
+In: durations of copies and steps, measured by the execute half. Out: whether loading this many
+pages is faster than computing their tokens. Has no clock: the same numbers give the same answers.
+Units of a family have one size, so time per unit and bytes per second are equivalent.
 
-What was never measured costs what the settings say, by default nothing: it is tried, and measured.
+Before the first measurement, costs come from the settings. The default is zero, so a tier is tried
+and measured.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from manyroots.cache.policies import LoadCosts
 from manyroots.ids import Tier
 
 KEPT = 0.8
-"""How much earlier measurements count when a new one comes."""
+"""Weight of earlier measurements when a new one arrives."""
 RETRY_AFTER = 256
-"""So many requests that left a slow tier alone: then it is tried again, as it may have become
-quick. The price is one slow hit among so many."""
+"""After this many requests avoided a slow tier, it is tried again, because it may have become
+faster. The price is one slow hit among this many."""
 
 
 class Rate:
-    """Seconds for one of something; newer measurements count more."""
+    """Seconds per item; newer measurements count more."""
 
     def __init__(self) -> None:
         self._count = 0.0
@@ -38,53 +39,54 @@ class Rate:
 
 
 class Costs:
-    """What loading from each tier and computing take."""
+    """Costs of loading from each tier and of computing."""
 
     def __init__(self, start: LoadCosts, most_units: Mapping[int, int] | None = None) -> None:
-        """`most_units`: by family of which a request needs no more, however long it is."""
+        """`most_units`: by family, the most units that a request of any length needs."""
         self._start = start
         self._most_units = most_units or {}
         self._prefill = Rate()
         self._loads: dict[Tier, dict[int, Rate]] = {Tier.HOST: {}, Tier.STORAGE: {}}
-        """By tier and family: one unit, to the tier above."""
+        """By tier and family: one unit, to the next tier up."""
         self._num_declined = {Tier.HOST: 0, Tier.STORAGE: 0}
 
     def measured_load(self, source: Tier, family: int, num_units: int, seconds: float) -> None:
-        """So many units of a family came from a tier to the one above it."""
+        """This many units of a family were loaded to the next tier up."""
         if num_units and seconds > 0:
             self._loads[source].setdefault(family, Rate()).add(num_units, seconds)
 
     def measured_miss(self, source: Tier, family: int, num_units: int, seconds: float) -> None:
-        """A tier took so long to say that it does not have all of these units. To bring them would
-        have taken longer: this counts only where it is worse than what is known."""
+        """A tier took this long to report that some of these units are missing. Loading them would
+        have taken longer, so this counts only if it is worse than the known rate."""
         rate = self._loads[source].get(family)
         known = None if rate is None else rate.seconds_per_one
         if num_units and seconds / num_units > (known or 0.0):
             self.measured_load(source, family, num_units, seconds)
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens, nearly all of prompts."""
+        """A step computed this many tokens, almost all of prompts."""
         if num_tokens and seconds > 0:
             self._prefill.add(num_tokens, seconds)
 
     def is_worth_loading(self, num_pages: int, num_tokens: int) -> bool:
-        """Whether pages on the host are there sooner than their tokens would be computed."""
+        """Whether pages on the host arrive sooner than their tokens could be computed."""
         return self.load_s(num_pages) < num_tokens * self._token_s
 
     def is_worth_fetching(self, num_pages: int, num_tokens: int) -> bool:
-        """As `is_worth_loading`, for pages in storage, which come by way of the host."""
+        """Like `is_worth_loading`, for pages in storage, which pass through the host."""
         seconds = num_pages * self._page_s(Tier.STORAGE) + self.load_s(num_pages)
         return seconds < num_tokens * self._token_s
 
     def declined(self, source: Tier) -> None:
-        """A request has left this tier alone, because it is slow."""
+        """A request did not use this tier, because it is slow."""
         self._num_declined[source] += 1
         if self._num_declined[source] >= RETRY_AFTER:
             self._num_declined[source] = 0
             self._loads[source].clear()
 
     def load_s(self, num_pages: int) -> float:
-        """From the host: of a window's or a state's units only what the request goes on from."""
+        """Time from the host. For windows and states, counts only the units that the request
+        resumes from."""
         seconds = 0.0
         for family, rate in self._loads[Tier.HOST].items():
             num_units = min(num_pages, self._most_units.get(family, num_pages))

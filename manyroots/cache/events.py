@@ -1,7 +1,7 @@
-"""What became findable on which tier, and what ceased to be: data for routers (K01, K02).
+"""Records which pages became findable on which tier, and which are gone: data for routers (K01,
+K02).
 
-Stored minus removed is what is resident, exactly: an event is recorded where the index changes
-and nowhere else.
+Stored minus removed is exactly what is resident: events are recorded only where the index changes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from manyroots.ids import Namespace, Tier
 
 @dataclass(frozen=True, slots=True)
 class PagesStored:
-    """Pages that can now be found on a tier, consecutive ones of one prefix."""
+    """Consecutive pages of one prefix that can now be found on a tier."""
 
     tier: Tier
     namespace: Namespace
     begin: int
-    """The first token of the first page that the namespace's weights computed, where that is not
-    all of it: then it is the only page (N23)."""
+    """The first token of the first page that the namespace's weights computed, if they did not
+    compute the whole page. That page is then the only one (N23)."""
     parent: bytes | None
     """Hash of the page before the first; None at the beginning of a sequence."""
     hashes: tuple[bytes, ...]

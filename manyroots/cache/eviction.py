@@ -1,21 +1,21 @@
-"""Which cached units go first: those used longest ago, of forks only what exceeds their share.
+"""Chooses which cached units to evict: the least recently used, and forks only beyond their share.
 
-One `Evictor` per plane. On an ordered plane only what has nothing behind it can go, the tails of
-the tree: holders come in prefixes there, so a held unit has only held ones above it. On the others
-any loose unit can go: of a family that reads everything the end of a node first, of the others its
-front, because the pages at its end are resumed from. Ties break on the order of creation.
+One `Evictor` per plane. On an ordered plane only units without successors can go, the ends of the
+tree's paths: holders form prefixes there, so only held units are above a held one. On other planes
+any loose unit can go. A family that reads everything loses the end of a node first, the others its
+front, because requests resume from the pages at its end. Ties go to the older node.
 
-A family that reads only what is near needs a few pages before each place where requests will go on:
-the end of a talk (`next_turns.py`) or a fork. The rest of its pages, most of a long talk, can be
-*spared*: they go first, whatever else was used when. They are of use only to a prompt that parts
-from another where none has yet, and from then on that is a fork. And going on at the end of a talk
-is no use of the places that the talk has passed.
+A family with a window needs a few pages before each point where requests will continue: the end of
+a conversation (`next_turns.py`) or a fork. The rest of its pages, most of a long conversation, is
+*spare* and is evicted first, whatever its last use. Spare pages help only a prompt that diverges at
+a new point, which is a fork from then on. Continuing at the end of a conversation does not count as
+use of its earlier points.
 
-Nodes that a request has marked (`retention.py`) go last, when the weakest mark is ended for them.
+Nodes that a request has marked (`retention.py`) go last: the weakest mark ends first.
 
-Nodes that are forks (`fork_share.py`) have a queue of their own. While it holds no more pages than
-their share of the pool, others go first; what exceeds it goes by its last use like everything else.
-O(log n) per node taken.
+Nodes that are forks (`fork_share.py`) have their own queue. While it holds no more pages than their
+share of the pool, other nodes go first; the excess goes by last use like everything else. O(log n)
+per node taken.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from manyroots.ids import Tier
 from manyroots.step import Bools
 
 LOOK_AHEAD = 32
-"""Nodes that write-back on eviction looks at per step: bounds what a step may cost."""
+"""Nodes that write-back on eviction considers per step; bounds the cost of a step."""
 MIN_SWEEP = 1024
-"""Entries that a queue may have before it is worth looking for those of nodes that are gone."""
+"""Entries that a queue may have before it is swept for removed nodes."""
 
 QueueEntry = tuple[int, int, Node, int]
-"""Last use, order of creation, whose, and how many units it had when it was queued."""
+"""Last use, order of creation, the node, and its number of units when it was queued."""
 
 
 class Queue:
-    """Nodes of one plane by last use, brought up to date as entries are looked at."""
+    """Nodes of one plane by last use; entries are updated lazily."""
 
     def __init__(self) -> None:
         self.entries: list[QueueEntry] = []
         self.num_units = 0
-        """Units of all entries, as many as each had when it was queued."""
+        """Units of all entries, counted when each was queued."""
         self._sweep_at = MIN_SWEEP
 
     def push(self, last_used: int, node: Node, num_units: int) -> None:
@@ -64,7 +64,7 @@ class Queue:
         return node
 
     def remove(self, node: Node) -> bool:
-        """Take a node out; whether it was there. O(n): for short queues."""
+        """Remove a node; returns whether it was there. O(n): for short queues."""
         left = [entry for entry in self.entries if entry[2] is not node]
         if len(left) == len(self.entries):
             return False
@@ -73,7 +73,7 @@ class Queue:
         return True
 
     def in_order(self) -> Iterator[QueueEntry]:
-        """The entries, smallest first, without taking them out: O(log n) for the n-th."""
+        """The entries, smallest first, without removing them: O(log n) for the n-th."""
         ahead = [(self.entries[0], 0)] if self.entries else []
         while ahead:
             entry, place = heapq.heappop(ahead)
@@ -83,7 +83,7 @@ class Queue:
                     heapq.heappush(ahead, (self.entries[child], child))
 
     def _sweep(self) -> None:
-        """Forget nodes that have left the tree: where nothing is evicted they would pile up."""
+        """Drop nodes that have left the tree: without evictions they would accumulate."""
         self.entries = [entry for entry in self.entries if entry[2].is_attached]
         heapq.heapify(self.entries)
         self.num_units = sum(entry[3] for entry in self.entries)
@@ -95,12 +95,12 @@ def _refuse_to_end(mark: PrefixMark) -> None:
 
 
 class Evictor:
-    """Chooses what goes from one plane."""
+    """Chooses the victims of one plane."""
 
     def __init__(
         self, index: Index, plane: Plane, forks: ForkShare | None, turns: NextTurns
     ) -> None:
-        """`forks` None is plain LRU."""
+        """`forks`: None for plain LRU."""
         self._index = index
         self._plane = plane
         self._is_ordered = plane.is_ordered
@@ -108,13 +108,13 @@ class Evictor:
         self._pool = index.pools[plane.index]
         self._page_bytes = index.layout.page_size * TOKEN_BYTES
         self._forks = forks
-        # Learned where the order of use decides alone what goes, and for all planes.
+        # Learned only on the plane where the order of use alone decides, and applied to all planes.
         self._teaches = forks is not None and plane.index == 0 and plane.is_ordered
         self._others = Queue()
         self._kept = Queue()
         """Forks."""
         self._marked: dict[PrefixMark, Queue] = {}
-        """By mark: nodes that it keeps."""
+        """By mark: the nodes that it keeps."""
         self.end_mark: Callable[[PrefixMark], None] = _refuse_to_end
         """Set once, by the cache."""
         self._bit = 1 << plane.index
@@ -122,31 +122,31 @@ class Evictor:
         self._turns_version = turns.version
         self._reach = plane.family.reach
         self._spare = Queue()
-        """Nodes that may have units that can be spared, where a family has such."""
+        """Nodes that may have spare units, if the family has such."""
         self._spare_bit = 1 << len(index.layout.planes) + plane.index
         self._counts_arrivals = plane.tier is Tier.HOST
 
     @property
     def queues(self) -> tuple[tuple[int, tuple[Queue, ...]], ...]:
-        """For audits: queues of which one has a node that is marked by a bit. Everything but forks,
-        forks, and what requests have marked; what may have units that can be spared."""
+        """For audits: queues, with the bit that marks their nodes. All but forks, forks and marked
+        nodes; then nodes that may have spare units."""
         units = (self._others, self._kept, *self._marked.values())
         return (self._bit, units), (self._spare_bit, (self._spare,))
 
     @property
     def is_up_to_date(self) -> bool:
-        """For audits: false once it has been learned anew what can be spared, till some is."""
+        """For audits: false from a change of what is spare until some of it is evicted."""
         return self._turns_version == self._turns.version
 
     def offer(self, node: Node) -> None:
-        """`node` may have units that can go now."""
+        """`node` may have units that can be evicted now."""
         if node.queued & self._bit and (self._reach is None or node.queued & self._spare_bit):
             return
         if not self._can_go(node):
             return
         num_units = node.counts[self._plane.index]
         if self._reach is not None:
-            num_units = min(num_units, self._reach + NEAR)  # what its end is worth
+            num_units = min(num_units, self._reach + NEAR)  # the value of its end
             if not node.queued & self._spare_bit:
                 node.queued |= self._spare_bit
                 self._spare.push(self._used(node), node, 0)
@@ -155,23 +155,23 @@ class Evictor:
             self._queue_of(node).push(self._used(node), node, num_units)
 
     def mark_ended(self, mark: PrefixMark) -> None:
-        """Its nodes are queued by their use again."""
+        """Queue its nodes by their use again."""
         queue = self._marked.pop(mark, None)
         for _, _, node, _ in () if queue is None else queue.entries:
             node.queued &= ~self._bit
-        for node in mark.nodes:  # all of them: what was not spared by the mark may be now
+        for node in mark.nodes:  # all of them: nodes that the mark protected may be spare now
             self.offer(node)
 
     def mark_replaced(self, node: Node, old: PrefixMark) -> None:
-        """`node` has another mark than it was queued by."""
+        """`node` has a newer mark than the one it was queued by."""
         queue = self._marked.get(old)
         if queue is not None and queue.remove(node):
             node.queued &= ~self._bit
             self.offer(node)
 
     def evict(self, count: int) -> None:
-        """Free at least `count` cached units; the caller has made sure that there are as many."""
-        # Counted by what is free: losing one page may take others along.
+        """Free at least `count` cached units; the caller has checked that there are as many."""
+        # Counts free units, because losing one page may remove others.
         target = self._pool.num_free + count
         if self._reach is not None:
             self._spare_some(target)
@@ -195,8 +195,7 @@ class Evictor:
         return nodes
 
     def in_order(self, most_entries: int) -> Iterator[Node]:
-        """Nodes in the order in which their units would go, by so many entries of the queues;
-        changes nothing."""
+        """Nodes in eviction order, for this many entries of the queues; changes nothing."""
         others, kept = self._others.in_order(), self._kept.in_order()
         ahead = heapq.merge(others, kept) if self._excess() > 0 else chain(others, kept)
         for _, _, node, _ in islice(ahead, most_entries):
@@ -207,7 +206,7 @@ class Evictor:
         """Pages of a node whose units can go, ascending: the `count` that should go first."""
         units, holders = node.units[self._plane.index], self._pool.holders
         if self._is_ordered:
-            # Units come in prefixes and so do holders: what is loose is the end of what is there.
+            # Units and holders form prefixes, so the loose units are at the end.
             end = node.counts[self._plane.index]
             first = max(0, end - count)
             num_held = int(np.count_nonzero(holders[units[first:end]]))
@@ -217,7 +216,7 @@ class Evictor:
         return places[-count:] if self._takes_ends else places[:count]
 
     def spare(self, node: Node) -> Indices:
-        """Pages of a node that nobody holds and that are not near a place to go on from."""
+        """Pages of a node that no lease holds and that are not near a resume point."""
         assert self._reach is not None
         is_spare = node.units[self._plane.index] != ABSENT
         ends = self._turns.places(node, self._reach + NEAR)
@@ -229,7 +228,7 @@ class Evictor:
         return places[is_loose]
 
     def _spare_some(self, target: int) -> None:
-        """Free what can be spared, till so many units are free or there is no more."""
+        """Free spare units until this many units are free or none is left."""
         if self._turns_version != self._turns.version:
             self._turns_version = self._turns.version
             for _, _, node, _ in (*self._others.entries, *self._kept.entries):
@@ -247,7 +246,7 @@ class Evictor:
             self._index.remove(node, self._plane.index, places[: target - self._pool.num_free])
 
     def _next(self, count: int) -> tuple[Queue, int]:
-        """The queue whose head goes next, and how many units of it at most."""
+        """The queue whose head goes next, and the most units to take from it."""
         others, kept = self._head(self._others), self._head(self._kept)
         while others is None and kept is None and self._marked:
             self.end_mark(min(self._marked, key=lambda mark: (mark.priority, mark.serial)))
@@ -262,7 +261,7 @@ class Evictor:
         return self._others, count
 
     def _head(self, queue: Queue) -> QueueEntry | None:
-        """A queue's first entry, once those that are no longer true are out of its way."""
+        """A queue's first valid entry; outdated ones are removed."""
         while queue.entries:
             entry = queue.entries[0]
             node = entry[2]
@@ -286,7 +285,7 @@ class Evictor:
         return self._kept.num_units - int(self._forks.share * self._pool.num_units)
 
     def _teach(self, node: Node, places: Indices) -> None:
-        """Pages at the end of a node are about to go: would LRU have taken others?"""
+        """Pages at the end of a node are about to go: would LRU have chosen others?"""
         assert self._forks is not None
         used, kept = node.last_used, self._kept
         if node.is_fork or not kept.entries or kept.entries[0][0] > used:
@@ -299,7 +298,7 @@ class Evictor:
         self._forks.evicted_early(name, used, len(places), kept.num_units)
 
     def _used(self, node: Node) -> int:
-        """What has just come to the host is not the first to go from there (H07)."""
+        """A unit that has just arrived on the host is not evicted first there (H07)."""
         last_used = node.last_used if self._reach is None else node.last_resumed
         return max(last_used, node.last_arrived) if self._counts_arrivals else last_used
 
@@ -313,16 +312,16 @@ class Evictor:
 
 
 class Allocator:
-    """Units for whoever needs them: free ones, and what must be evicted for the rest."""
+    """Allocates units: free ones first, then evicted ones."""
 
     def __init__(self, index: Index, evictors: list[Evictor]) -> None:
         self._pools = index.pools
         self._evictors = evictors
         self.has_allocated = False
-        """Since whoever asks for it last said that it had not."""
+        """Whether units were allocated since the caller last reset it."""
 
     def allocate(self, plane: int, count: int) -> Units:
-        """Hold so many units; the caller has made sure that they are available."""
+        """Hold this many units; the caller has checked that they are available."""
         self.has_allocated = True
         pool = self._pools[plane]
         if count > pool.num_free:

@@ -1,6 +1,6 @@
-"""How leases grow: the units that a step needs, and what is given back on the way.
+"""Extends leases: allocates the units that a step needs, and frees units that it no longer needs.
 
-In: a lease, and from where to where a step takes it. Out: units, or a refusal that changed nothing.
+In: a lease, and the token range of a step. Out: units, or a refusal that changed nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyroots.cache.states import States
 from manyroots.ids import StepId
 
 MOST_DRAFTS = 1 << 20
-"""As many as anybody wants."""
+"""More than any request wants."""
 
 
 class Growth:
@@ -39,7 +39,7 @@ class Growth:
         self._stateful = [p for p in device if p.family.is_state]
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        """How many of `num_tokens` to compute so that the step ends where a state must be saved."""
         if not self._stateful:
             return num_tokens
         for plane in self._stateful:
@@ -51,9 +51,9 @@ class Growth:
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
     ) -> bool:
-        """Whether there is room to go on to `num_tokens`, by steps of at most `num_step_tokens`, if
-        nobody else takes any: with credit for what each gives back (H04), a family that keeps only
-        what is near needs the units of one step at a time."""
+        """Whether there is room to continue to `num_tokens`, in steps of at most `num_step_tokens`,
+        if no other lease takes any. Units that each step frees count (H04): a family with a window
+        needs the units of one step at a time."""
         needs = self._needs(lease, num_tokens)
         for family, _, _ in lease.onboarding:  # its table has a gap for each
             needs[family] += 1
@@ -62,13 +62,13 @@ class Growth:
             if most is not None:
                 held = self._held_alone(lease, plane, len(lease.tables[plane.index]))
                 if most - held <= self._index.pools[plane.index].num_available:
-                    needs[plane.index] = 0  # each step has room once the one before has given back
+                    needs[plane.index] = 0  # each step fits after the previous one
         return self._has_room(lease, num_computed, needs)
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
-        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        """Units for a step that extends the lease from `num_computed` to `num_tokens` tokens."""
         if lease.num_sure_tokens is not None:
             raise behind_drafts(lease)
         if self._stateful and num_tokens - num_computed != self.clip(
@@ -99,11 +99,11 @@ class Growth:
         step_id: StepId,
         num_leases: int,
     ) -> Extension | Refusal:
-        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
+        """Like `extend`, but tokens from `num_sure` on are guesses that the step checks (P11).
 
-        To be followed by `accept`. A window keeps all that it needs from `num_computed` on. Guesses
-        never take the last pages, which rows that are sure of their tokens may need. With states
-        they end before the page does: a state that is saved there must be of sure tokens.
+        Call `accept` afterwards. A window keeps everything that it needs from `num_computed` on.
+        Guesses never take the last pages, which rows with sure tokens may need. With states they
+        end before the page does: a saved state must cover only sure tokens.
         """
         if self._stateful and (
             num_sure != num_computed + 1 or num_tokens - num_sure > self.most_drafts(num_sure)
@@ -119,14 +119,14 @@ class Growth:
         return extension
 
     def most_drafts(self, num_sure: int) -> int:
-        """How many guesses may follow so many sure tokens."""
+        """How many guesses may follow this many sure tokens."""
         if not self._stateful:
             return MOST_DRAFTS
         return max(0, self._pages_for(num_sure) * self._page_size - 1 - num_sure)
 
     def rewind(self, lease: Lease, num_tokens: int) -> None:
-        """Of what a step computed over guesses, only the first `num_tokens` are right: give back
-        the units after them."""
+        """Of what a step computed over guesses, only the first `num_tokens` are right: free the
+        units after them."""
         lease.num_sure_tokens = None
         num_pages = self._pages_for(num_tokens)
         for plane in self._paged:
@@ -136,7 +136,8 @@ class Growth:
         lease.num_covered_tokens = self._covered(num_tokens)
 
     def _covered(self, num_tokens: int) -> int:
-        """How far a lease needs nothing more that has units for so many tokens."""
+        """The token count up to which a lease with units for this many tokens needs nothing
+        more."""
         end_of_page = self._pages_for(num_tokens) * self._page_size
         # A state may have to be saved when the page is full.
         is_watched = self._stateful and num_tokens < end_of_page
@@ -145,8 +146,8 @@ class Growth:
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
 
-        None if they must be extended one by one: there is not room for all, or a family has more
-        to do at a page's end than to take a unit.
+        None if they must be extended one by one: there is not room for all, or a family does more
+        at a page's end than take a unit.
         """
         count, pools = len(leases), self._index.pools
         if self._stateful:
@@ -193,7 +194,7 @@ class Growth:
         return units
 
     def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
-        """Units of one family that `extend` gives back to the pool before it takes any."""
+        """Units of one family that `extend` frees before it takes any."""
         if plane.family.is_state:
             return self._states.num_passed(plane.index)
         if plane.family.is_ordered:
@@ -201,7 +202,7 @@ class Growth:
         return self._held_alone(lease, plane, plane.family.first_needed(num_computed))
 
     def _held_alone(self, lease: Lease, plane: Plane, end: int) -> int:
-        """Units of one family, of pages before `end`, that nobody but the lease holds."""
+        """Units of one family, of pages before `end`, that only this lease holds."""
         table = lease.tables[plane.index]
         units = table[lease.first_live[plane.index] : min(end, len(table))]
         held_once = self._index.pools[plane.index].holders[units[units != ABSENT]] == 1
@@ -215,13 +216,13 @@ class Growth:
                 self._publisher.offer_before(lease, plane)
 
     def _drop_behind_windows(self, leases: list[Lease], plane: Plane) -> None:
-        """As `_drop_behind_window`, for leases that are full, of one family."""
+        """Like `_drop_behind_window`, for full leases, of one family."""
         pool = self._index.pools[plane.index]
         taken = [self._take_behind_window(each, plane, each.num_covered_tokens) for each in leases]
         units = np.concatenate(taken)
         if len(set(units.tolist())) == len(units):
             pool.drop(units)
-        else:  # of a page that several hold, each gives up its own hold
+        else:  # each holder of a shared page gives up its own hold
             for each in taken:
                 pool.drop(each)
         for lease, each in zip(leases, taken, strict=True):
@@ -229,7 +230,7 @@ class Growth:
                 self._publisher.offer_before(lease, plane)
 
     def _take_behind_window(self, lease: Lease, plane: Plane, num_computed: int) -> Units:
-        """Take units out of a lease's table that nothing behind `num_computed` tokens reads."""
+        """Remove units from a lease's table that no token after `num_computed` reads."""
         table, live = lease.tables[plane.index], lease.first_live[plane.index]
         first = min(plane.family.first_needed(num_computed), len(table))
         if first <= live:
@@ -245,6 +246,6 @@ class Growth:
 
 def behind_drafts(lease: Lease) -> RuntimeError:
     return RuntimeError(
-        f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
-        "`accept` what was right of them before it grows further"
+        f"a step computes drafts after token {lease.num_sure_tokens} of this lease; "
+        "`accept` the right ones before it grows further"
     )

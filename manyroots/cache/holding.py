@@ -1,7 +1,7 @@
-"""What leases find, hold from then on, and give back in the end.
+"""Finds what a lease can reuse, holds it, and frees it in the end.
 
-In: whose prompt, and its tokens. Out: how far it can be resumed from and why not further, and units
-that a lease holds on whatever tier they are. Does not allocate, and publishes nothing.
+In: a prompt's owner and tokens. Out: how far it can be resumed and why not further, and units that
+a lease holds on any tier. Does not allocate, and publishes nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from manyroots.cache.tree import ChildKey, Node, Walk
 from manyroots.step import Int32s
 
 FoundPath = tuple[list[Node], int, ChildKey | None, Limit]
-"""The nodes of a walk, how many pages it is, how the tree would know the next one, and why there is
-no more."""
+"""The nodes of a walk, its number of pages, the tree's key of the next page, and the reason that
+there is no more."""
 NO_WALK: FoundPath = ([], 0, None, Limit.OFF)
-"""Of a request that may reuse nothing."""
+"""For a request that may reuse nothing."""
 
 
 class Holder:
@@ -39,7 +39,7 @@ class Holder:
     def walk(
         self, key: PrefixKey, tokens: Int32s
     ) -> tuple[list[Node], int, ChildKey | None, Limit]:
-        """As the tree's `walk`, and why it leads no further."""
+        """Like the tree's `walk`, with the reason that it ends."""
         if not self._reuse:
             return NO_WALK
         tree, max_pages = self._tree, (len(tokens) - 1) // self._page_size
@@ -52,7 +52,7 @@ class Holder:
         return nodes, depth, ahead, Limit.COLD
 
     def match(self, nodes: list[Node], depth: int, limit: Limit) -> Match:
-        """What can be resumed of a walk."""
+        """The part of a walk that can be resumed."""
         match = judge(self._layout, Walk(nodes, depth), limit)
         gained = match.num_pages - match.num_device_pages
         if gained > 0 and not self._costs.is_worth_loading(gained, gained * self._page_size):
@@ -60,7 +60,8 @@ class Holder:
         return match
 
     def hold(self, lease: Lease, nodes: list[Node], depth: int, tokens: Int32s) -> int:
-        """Hold what it is quickest to resume from, of all families; gives how many pages."""
+        """Hold the prefix that is fastest to resume from, for all families; returns its number of
+        pages."""
         match = self.match(nodes, depth, lease.limit)
         lease.limit = match.limit
         num_pages = match.num_worthwhile_pages
@@ -97,12 +98,12 @@ class Holder:
         return num_pages
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
-        """How many of a lease's tokens would be found, were it released and claimed again now."""
+        """How many of a lease's tokens would be found if it were released and claimed again now."""
         nodes, depth, _, limit = self.walk(lease.key, tokens)
         return self.match(nodes, depth, limit).num_worthwhile_pages * self._page_size
 
     def give_back(self, lease: Lease) -> None:
-        """What a lease holds of all families and tiers, but for duplicates and checkpoints."""
+        """Free what a lease holds of all families and tiers, except duplicates and checkpoints."""
         for plane in self._paged:
             units = lease.tables[plane.index][lease.first_live[plane.index] :]
             if lease.onboarding:
@@ -114,5 +115,5 @@ class Holder:
             self.drop(self._layout.host[family].index, unit)
 
     def drop(self, plane: int, unit: int) -> None:
-        """One holder of a unit fewer."""
+        """Remove one holder of a unit."""
         self._index.pools[plane].drop(np.array([unit], np.intp))

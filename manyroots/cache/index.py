@@ -1,7 +1,7 @@
-"""What can be found: the tree, and the flags of the pools that say so.
+"""What can be found: the tree, and the matching flags of the pools.
 
-The one place where units enter or leave the tree, so that pools, events and hashes can't
-disagree with it. Knows nothing of leases or of why something enters or leaves.
+The only module that adds units to the tree or removes them, so that pools, events and hashes always
+agree with it. Knows nothing of leases, or of why units are added or removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyroots.ids import StepId
 
 
 class Index:
-    """Tree and pools in step."""
+    """Tree and pools, kept consistent."""
 
     def __init__(
         self, layout: CacheLayout, hasher: PageHasher | None, *, records_events: bool
@@ -34,16 +34,17 @@ class Index:
         only = layout.spine[0]
         is_alone = len(layout.spine) == 1 and only.family.is_ordered
         self._sole_support = only.index if is_alone else None
-        """The plane whose units are all that keeps a page, and with it whatever lies behind."""
-        # A page is announced once per tier: by the first family that it can't do without.
+        """The only plane whose units a page needs; a page without one, and everything after it, is
+        useless."""
+        # A page is announced once per tier, by the first family that it needs.
         tiers = {layout.planes[i].tier: i for i in reversed(self._spine)}
         self._event_planes = {i: tier for tier, i in tiers.items()} if records_events else {}
         self.events: list[CacheEvent] = []
         self.on_loosened: Callable[[Node], None] = lambda node: None
-        """Told of nodes that may have units that can be evicted now; set by the cache."""
+        """Called with nodes that may have evictable units now; set by the cache."""
 
     def add(self, node: Node, plane: int, places: PageRange, units: Units) -> None:
-        """Units that someone holds can now be found at these pages, which had none."""
+        """Held units can now be found at these pages, which had none."""
         self.tree.set_units(node, plane, places, units)
         self.pools[plane].index(units)
         if plane in self._event_planes:
@@ -52,8 +53,8 @@ class Index:
     def add_leaf(
         self, parent: Node, page: ChildKey, keys: bytes, units: Units, step: StepId
     ) -> Node:
-        """As `add`, for pages behind `parent` that nobody has been to, with the units of the only
-        plane; the first of them is `page`."""
+        """Like `add`, for new pages after `parent`, with the units of the only plane; the first of
+        them is `page`."""
         leaf = self.tree.add(parent, page, keys, [units.copy()], step)
         leaf.counts[0] = leaf.num_pages
         parent.below[0] += 1
@@ -63,13 +64,13 @@ class Index:
         return leaf
 
     def _tell_of(self, leaf: Node, first: int) -> None:
-        """Pages of the only plane can be found, of a leaf from its `first` on."""
+        """Announce a leaf's pages on the only plane, from its `first` on."""
         self.fill_hashes(leaf)
         if self._event_planes:
             self.events.append(self._stored(leaf, 0, slice(first, leaf.num_pages)))
 
     def lengthen(self, leaf: Node, keys: bytes, units: Units) -> None:
-        """As `add`, for new pages behind the last of a leaf that has all its units on the only
+        """Like `add`, for new pages after the last of a leaf that has all its units on the only
         plane."""
         first = leaf.num_pages
         self.tree.lengthen(leaf, keys, [units])
@@ -79,7 +80,8 @@ class Index:
             self._tell_of(leaf, first)
 
     def lengthen_all(self, leaf: Node, keys: bytes, units: dict[int, Units]) -> None:
-        """As `lengthen`, with the units of several planes; of others the new pages have none."""
+        """Like `lengthen`, with the units of several planes; on other planes the new pages have
+        none."""
         first = leaf.num_pages
         count = len(keys) // self._page_bytes
         planes = range(len(self.pools))
@@ -96,10 +98,10 @@ class Index:
                 self.events.append(self._stored(leaf, plane, slice(first, leaf.num_pages)))
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
-        """These pages' units can no longer be found; those that nobody holds become free.
+        """These pages' units can no longer be found; units without a holder become free.
 
-        Pages that lost their last unit go with all that can be reached only through them (H08).
-        `places` are in ascending order.
+        Pages that lost their last unit are removed with everything that is reached only through
+        them (H08). `places` are in ascending order.
         """
         if len(places) == 0:
             return
@@ -115,7 +117,7 @@ class Index:
         self._loosened(node)
 
     def _first_useless(self, node: Node, plane: int, places: Indices) -> int | None:
-        """The depth from which on a node is of no use, now that these units have gone."""
+        """The depth from which a node is useless, now that these units are gone."""
         if plane not in self._spine:
             return None
         if self.layout.planes[plane].family.is_ordered:
@@ -145,7 +147,7 @@ class Index:
         self._loosened(node)
 
     def _loosened(self, node: Node) -> None:
-        """A node's loss may leave it, or its parent, with nothing behind what it has."""
+        """After a loss, a node or its parent may have no successors and become evictable."""
         if node.is_attached:
             self.on_loosened(node)
         if node.parent is not None:
@@ -169,11 +171,11 @@ class Index:
         return parent is None or not parent.num_pages or bool(parent.units[plane][-1] != ABSENT)
 
     def is_supported(self, node: Node, place: int) -> bool:
-        """Whether a page has a unit on any plane that it can't do without."""
+        """Whether a page has a unit on any plane that it needs."""
         return any(node.units[plane][place] != ABSENT for plane in self._spine)
 
     def num_supported(self, node: Node) -> int:
-        """Pages up to the last one that has a unit it can't do without."""
+        """Pages up to the last one with a unit that it needs."""
         present = np.zeros(node.num_pages, np.bool_)
         for plane in self._spine:
             present |= node.units[plane] != ABSENT

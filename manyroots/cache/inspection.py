@@ -1,8 +1,8 @@
-"""The prefix tree as the page shows it: bounded, read a slice at a time, changing nothing.
+"""The prefix tree for the live page: bounded, read in slices, without changing anything.
 
 Takes the index between two steps; gives rows of a table, without tokens. The longest runs of pages
-come first, so that what is over the limit are the shortest; those are counted by their parent.
-Nodes may come and go between two slices: what has left the tree is passed over.
+come first, so the shortest exceed the limit; their parent counts them. Nodes may be added or
+removed between two slices; removed ones are skipped.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from manyroots.ids import Namespace
 from manyroots.snapshot import MAX_NODES, NodeView, PlaneView
 
 MAX_MARKS = 8
-"""Runs of pages of one node and plane whose places are listed."""
+"""Runs of pages of one node and plane whose positions are listed."""
 
 
 class TreeWalk:
-    """One walk over the tree, the longest runs first."""
+    """One walk over the tree, longest runs first."""
 
     def __init__(
         self, index: Index, number: Callable[[Namespace], int], most_nodes: int = MAX_NODES
     ) -> None:
-        """`number`: stands for a namespace."""
+        """`number`: maps a namespace to a number."""
         self._number = number
         self._most = most_nodes
         self._sparse = [p.index for p in index.layout.planes if not p.family.is_ordered]
-        """Planes that keep some pages of a path only: windows and states."""
+        """Planes that keep only some pages of a path: windows and states."""
         self._heap: list[tuple[int, int, Node]] = []
         self.nodes: list[NodeView] = []
         self._rest: dict[int, NodeView] = {}
-        """By parent: what is over the limit, counted together."""
+        """By parent: nodes over the limit, counted together."""
         self._push_children(index.tree.root)
 
     def advance(self, count: int) -> bool:
-        """Look at so many nodes more; False once there are none."""
+        """Read this many more nodes; False once there are none."""
         heap = self._heap
         for _ in range(min(count, len(heap))):
             if not heap:

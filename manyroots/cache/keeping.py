@@ -1,9 +1,9 @@
-"""What the host has of requests that wait, and keeps for them (T04).
+"""Keeps pages on the host for waiting requests (T04).
 
-In: whose prompt, and its tokens. Out: a `Keep`, whose units nobody evicts until it is let go of.
-Pages come from storage for requests that are not next; without this, what comes for those behind
-would push out what came for those before. Who keeps something, and for how long, is decided in the
-scheduler. Only the host's units are kept: the device's are for those that run.
+In: a prompt's owner and tokens. Out: a `Keep`, whose units are not evicted until it is let go.
+Pages arrive from storage for requests that are not next in the queue. Without keeps, pages for
+later requests would evict those for earlier ones. The scheduler decides which requests keep pages,
+and for how long. Only the host's units are kept: the device's are for running requests.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from manyroots.cache.tree import Node
 from manyroots.step import Int32s
 
 MOST_KEPT = 0.75
-"""The share of the host that may be kept for several requests, fetches under way included: the rest
-is left for write-back, or nothing new would reach storage while many wait. One may have it all."""
+"""The share of the host that may be kept for several requests, including fetches in progress. The
+rest is for write-back, or nothing new would reach storage while many wait. A single request may
+have all of it."""
 
 
 @dataclass(eq=False, slots=True)
 class Keep:
-    """What one request has kept for it. Only the cache changes it."""
+    """What is kept for one request. Only the cache changes it."""
 
     key: PrefixKey
     cursor: Node
-    """The deepest node on its path, when it was kept."""
+    """The deepest node on its path when it was kept."""
     units: dict[int, Units] = field(default_factory=dict)
-    """By plane of the host; no more once they were evicted by name."""
+    """By plane of the host; removed when they are evicted by name."""
 
 
 class Keeper:
-    """Keeps that were not let go of."""
+    """Keeps that are still held."""
 
     def __init__(self, index: Index, holder: Holder, publisher: Publisher) -> None:
         self._index = index
@@ -45,11 +46,11 @@ class Keeper:
         self._publisher = publisher
         self.open: dict[Keep, None] = {}
         self._counts: dict[int, Counter[int]] = {p.index: Counter() for p in index.layout.host}
-        """By plane: how many keep each unit."""
+        """By plane: how many keeps each unit has."""
 
     def keep(self, key: PrefixKey, tokens: Int32s) -> Keep:
-        """Keep what a request would resume from now and the host has, on the device as well or
-        not: from there it may be gone when its turn comes."""
+        """Keep what a request would resume from now and the host has, even if the device has it,
+        too: the device may lose it before the request starts."""
         nodes, depth, _, limit = self._holder.walk(key, tokens)
         keep = Keep(key, nodes[-1] if nodes else self._index.tree.root)
         self.open[keep] = None
@@ -66,18 +67,18 @@ class Keeper:
         return keep
 
     def let_go(self, keep: Keep) -> None:
-        """Its request begins, or is over. What was kept stays until its room is needed."""
+        """The request starts or ends. What was kept stays until its memory is needed."""
         del self.open[keep]
         self._drop(keep)
 
     def drop_lost(self) -> None:
-        """Something was evicted by name: what can't be found any more is kept for nobody."""
+        """Something was evicted by name: stop keeping what can no longer be found."""
         for keep in self.open:
             if not keep.cursor.is_attached:
                 self._drop(keep)
 
     def num_kept(self, plane: int) -> int:
-        """Units of a plane that anybody keeps, each counted once."""
+        """Units of a plane with at least one keep, each counted once."""
         return len(self._counts[plane])
 
     def _drop(self, keep: Keep) -> None:

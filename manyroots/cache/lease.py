@@ -1,4 +1,4 @@
-"""What the cache hands out: a request's right to its units, given back exactly once."""
+"""A request's hold on its units, which is released exactly once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Checkpoint:
 
     family: int
     boundary: int
-    """Pages that it stands behind."""
+    """The number of pages before it."""
     unit: int
     step_id: StepId
     """The step that saves it."""
 
 
 class Lease:
-    """The units one request holds. Only the cache changes it."""
+    """The units that one request holds. Only the cache changes it."""
 
     __slots__ = (
         "_rooms",
@@ -60,69 +60,71 @@ class Lease:
     )
 
     def __init__(self, key: PrefixKey, cursor: Node, num_families: int, serial: int) -> None:
-        """What is only annotated here is set by whoever makes the lease."""
+        """The creator of the lease sets the attributes that are only annotated here."""
         self.key = key
         self.serial = serial
         """Order of creation."""
         self.cursor = cursor
-        """Deepest node of the tree on this request's path, as of its last publication."""
+        """Deepest node of the tree on this request's path at its last publication."""
         self.tables: list[Units] = [NO_UNITS] * num_families
-        """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
+        """By family, the unit of each page; ABSENT if it is not held yet or any more."""
         self._rooms: list[Units] = [NO_UNITS] * num_families
-        """By family: what the table is the beginning of, so that it can grow where it is. Empty
-        before it first grows: the table is what was found, and may be the tree's own."""
+        """By family: the array that the table is the start of, so that it can grow in place. Empty
+        before the first growth: the table is then what was found, and may be the tree's own."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
         self.states: dict[int, int] = {}
         """By family that has one: the working state's unit."""
         self.resumed: dict[int, int] = {}
-        """By family: the checkpoint to restore the working state from, held till then."""
+        """By family: the checkpoint to restore the working state from, held until then."""
         self.checkpoints: tuple[Checkpoint, ...] = ()
         """Saved by a launched step, or the newest two of the output, oldest first; held."""
         self.duplicates: tuple[tuple[int, Units], ...] = ()
-        """By plane: units of others that the tree leads through in place of ours, because they
-        computed the same tokens first. Held too: what is held must have only held ones above."""
+        """By plane: other requests' units that are in the tree instead of ours, because they
+        computed the same tokens first. Held as well: a held unit must have only held units above
+        it."""
         self.onboarding: tuple[tuple[int, int, int], ...] = ()
-        """(family, page, host unit), held: found on the host, not yet on their way."""
+        """(family, page, host unit), held: found on the host, copy not started."""
         self.num_loads = 0
-        """Copies to the device under way."""
+        """Copies to the device in progress."""
         self.has_failed = False
-        """A copy to the device did not arrive: what was found is not all there."""
+        """A copy to the device failed: some of what was found is missing."""
         self.num_cached_tokens = 0
-        """Tokens that were found, and need not be computed, when the lease was made."""
+        """Tokens that were found when the lease was made, and are not computed."""
         self.limit: Limit
-        """Why no more were found."""
+        """The reason that no more were found."""
         self.num_covered_tokens = 0
-        """Up to here the lease needs nothing more: no units, and no state to be saved."""
+        """Up to this token the lease needs nothing more: no units, and no saved state."""
         self.num_host_tokens = 0
-        """How many of those had to come from the host."""
+        """How many of those came from the host."""
         self.num_sure_tokens: int | None = None
-        """While a step computes drafts: how many tokens are right whatever becomes of those."""
+        """While a step computes drafts: the number of tokens that are right in any case."""
         self.num_prompt_tokens: int
         self.junction: int
-        """How far the index knew the tokens, in pages: where others part from this request."""
+        """How many pages of the tokens the index knew: where other prompts diverge from this
+        one."""
         self.shared = 0
-        """Where requests that wait for this one part from it, in pages: they resume there."""
+        """Where requests that wait for this one diverge from it, in pages: they resume there."""
         self.num_allowed_pages = ENDLESS
-        """How many pages, from the front, it may publish: none in a namespace that was evicted
-        while it was open. Part of the lease, so that nothing outlasts it."""
+        """How many first pages it may publish: none in a namespace that was evicted while the lease
+        was open. Part of the lease, so that nothing outlives it."""
         self.num_published_pages = 0
-        """How many pages, from the front, have been offered to the tree."""
+        """How many first pages have been offered to the tree."""
         self.num_saved_pages = 0
-        """Behind how many pages of the prompt there is a state: one found, or one saved."""
+        """The number of pages of the prompt before its last state, found or saved."""
         self.ahead: ChildKey | None
-        """How the tree would know the page behind those that were found; None if there is none."""
+        """The tree's key of the page after those that were found; None if there is none."""
         self.retention: Retention | None = None
-        """What its request asks to be kept when it ends."""
+        """What its request asks to keep when it ends."""
         self.is_open = True
 
     def blame_storage(self) -> None:
-        """What was found nowhere may lie in storage, which was too slow to be asked."""
+        """Pages that were not found may be in storage, which was too slow to ask."""
         if self.limit is Limit.COLD:
             self.limit = Limit.STORAGE
 
     def grow(self, family: int, units: Units) -> None:
-        """A table gets longer. What others were given of it stays as it is."""
+        """Extend a table. Views that others have of it stay valid."""
         table, room = self.tables[family], self._rooms[family]
         first = len(table)
         end = first + len(units)
@@ -133,7 +135,7 @@ class Lease:
         self.tables[family] = room[:end]
 
     def shrink(self, family: int, num_pages: int) -> Units:
-        """Cut a table to so many pages; gives the units after them."""
+        """Cut a table to this many pages; returns the units after them."""
         table = self.tables[family]
         units: Units = table[num_pages:].copy()
         if len(units):
@@ -141,7 +143,7 @@ class Lease:
         return units
 
     def grow_by_one(self, family: int, unit: int) -> None:
-        """As `grow`, for what happens most."""
+        """Like `grow`, for the most frequent case."""
         first, room = len(self.tables[family]), self._rooms[family]
         if first >= len(room):
             self.grow(family, np.array([unit], np.intp))

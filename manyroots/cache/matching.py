@@ -1,6 +1,6 @@
-"""How far a prompt can be resumed from, and from which tiers.
+"""Computes how far a prompt can be resumed, and from which tiers.
 
-Read-only. The answer is the longest boundary from which *every* family can resume (H02, C06).
+Read-only. The result is the longest boundary from which *every* family can resume (H02, C06).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyroots.step import Bools
 
 
 class Limit(enum.Enum):
-    """Why a match is not longer (S07)."""
+    """The reason that a match is not longer (S07)."""
 
     NOTHING = "everything but the last token was found"
     COLD = "the index knows no more of these tokens"
@@ -29,11 +29,11 @@ class Limit(enum.Enum):
     OFF = "nothing is reused: caching is off, or the request wants its whole prompt computed"
 
     __hash__ = object.__hash__
-    """Every request counts by its limit; an enum's own hash is a function in Python."""
+    """Every request is counted by its limit; an enum's own hash is a slow Python function."""
 
 
 class Match(NamedTuple):
-    """What was found."""
+    """The result of a lookup."""
 
     walk: Walk
     num_device_pages: int
@@ -44,12 +44,12 @@ class Match(NamedTuple):
 
     @property
     def num_worthwhile_pages(self) -> int:
-        """The boundary that is quickest to resume from."""
+        """The boundary that is fastest to resume from."""
         return self.num_device_pages if self.limit is Limit.TIER else self.num_pages
 
 
 def judge(layout: CacheLayout, walk: Walk, walk_limit: Limit) -> Match:
-    """Find the boundaries along a path, which ends where it does for `walk_limit`."""
+    """Find the boundaries along a path, which ends because of `walk_limit`."""
     units = {plane.index: path_units(walk.nodes, walk.depth, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
     present = on_device
@@ -63,7 +63,7 @@ def judge(layout: CacheLayout, walk: Walk, walk_limit: Limit) -> Match:
 
 
 def path_units(nodes: Sequence[Node], depth: int, plane: Plane) -> Units:
-    """The units of a path's pages on one plane; to be read only, they may be the tree's own."""
+    """The units of a path's pages on one plane; read-only, because they may be the tree's own."""
     if not nodes:
         return NO_UNITS
     index = plane.index
@@ -73,7 +73,7 @@ def path_units(nodes: Sequence[Node], depth: int, plane: Plane) -> Units:
 
 
 def _longest(layout: CacheLayout, present: list[Bools]) -> tuple[int, Plane | None]:
-    """The longest boundary, and the family that rules out the next ones."""
+    """The longest boundary, and the family that rules out longer ones."""
     good = np.ones(len(present[0]), np.bool_)
     blocker: Plane | None = None
     best = len(good)

@@ -1,9 +1,9 @@
-"""Where talks go on: learned from where the next prompt parted from the last one.
+"""Learns where conversations continue, from where each prompt diverged from the previous one.
 
-Most talks go on at the end of the answer. Where the next prompt leaves something of the answer out
-(its reasoning), or the same prompt is asked again, they go on at the end of the last prompt. A
-family that reads only what is near (`Family.reach`) should keep pages where talks do go on, and
-which it is differs from traffic to traffic. O(1) per request; no clock, no tokens.
+Most conversations continue at the end of the answer. If the next prompt omits part of the answer
+(its reasoning), or repeats the same prompt, they continue at the end of the last prompt. A family
+with a window (`Family.reach`) should keep pages where conversations do continue, which depends on
+the traffic. O(1) per request; no clock, no tokens.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 from manyroots.cache.tree import Node
 
 LEAST_SHARE = 1 / 8
-"""Of all talks that go on: how many must do so at a place for it to be worth pages."""
+"""The share of continued conversations that must continue at a point for it to be worth pages."""
 PRIOR = 8
-"""Talks that are taken to have gone on at each, before any has."""
+"""Conversations that count as continued at each point before any was seen."""
 MEMORY = 1024
-"""Talks after which what was seen before them counts half."""
+"""Conversations after which earlier observations count half."""
 NEAR = 1
-"""Pages before a place at which a prompt may part and still have gone on there: what follows may
-replace its last tokens."""
+"""Pages before a point at which a prompt may diverge and still count as continued there: the next
+prompt may replace its last tokens."""
 
 
 class NextTurns:
@@ -27,13 +27,13 @@ class NextTurns:
     def __init__(self) -> None:
         self._num_answers = self._num_prompts = float(PRIOR)
         self.version = 0
-        """Changes when the answer does."""
+        """Changes when the result does."""
         self.keeps_answers = self.keeps_prompts = True
 
     def parted(self, node: Node, depth: int) -> None:
-        """A request goes on behind the first `depth` pages of a path, which ends in `node`."""
+        """A request continues after the first `depth` pages of a path, which ends in `node`."""
         if not node.children and node.end == node.prompt_end:
-            return  # it is both
+            return  # it is both ends
         if not node.children and depth >= node.end - NEAR:
             self._num_answers += 1
         elif node.prompt_end and node.prompt_end - NEAR <= depth <= node.prompt_end:
@@ -49,7 +49,8 @@ class NextTurns:
             self.version += 1
 
     def places(self, node: Node, most: int) -> list[int]:
-        """Boundaries in a node, or up to `most` pages behind it, that requests will go on from."""
+        """Boundaries in a node, or up to `most` pages after it, from which requests will
+        continue."""
         last, ends = node.end + most, []
         while True:
             if node.prompt_end and (self.keeps_prompts or node.prompt_end == node.end):

@@ -1,7 +1,7 @@
-"""Bringing to the device what a lease found on the host.
+"""Copies to the device what a lease found on the host.
 
-In: a lease that holds units of the host. Out: copies under way that it waits for, or a refusal that
-changed nothing. What is on its way already, for whomever, is waited for and shared (T09).
+In: a lease that holds units of the host. Out: copies in progress that it waits for, or a refusal
+that changed nothing. A unit that is already being copied for another lease is shared (T09).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyroots.ids import CopyId
 
 
 class Onboarding:
-    """Starts copies from the host to the device, each unit's once."""
+    """Starts copies from the host to the device, once for each unit."""
 
     def __init__(self, index: Index, allocator: Allocator, transfers: UnitTransfers) -> None:
         self._layout = index.layout
@@ -26,8 +26,8 @@ class Onboarding:
         self._transfers = transfers
 
     def may_overlap(self, lease: Lease) -> bool:
-        """Whether a step could read what a lease found on the host while it arrives: pages alone,
-        since a state is restored before the first layer, and none that come with another plan."""
+        """Whether a step could read what a lease found on the host while it arrives. Only pages,
+        since a state is restored before the first layer, and only copies of this plan."""
         return not any(
             self._layout.device[family].family.is_state
             or (self._layout.host[family].index, unit) in self._transfers.loading
@@ -36,8 +36,8 @@ class Onboarding:
 
     def onboard(self, lease: Lease, *, overlaps: bool = False) -> Refusal | None:
         """Start loading what was found on the host; the lease is ready when it has arrived. With
-        `overlaps` it begins with the step being planned, which is then what fills the pages, and
-        makes them findable as those that it computes."""
+        `overlaps`, loading starts with the step being planned. That step then fills the pages and
+        publishes them like those that it computes."""
         coming: list[tuple[int, int, int]] = []
         missing: dict[int, list[tuple[int, int]]] = {}
         for family, page, unit in lease.onboarding:
@@ -57,7 +57,7 @@ class Onboarding:
         return None
 
     def _share(self, lease: Lease, coming: list[tuple[int, int, int]]) -> None:
-        """Hold what others' copies fill, too, and wait for those."""
+        """Also hold units that other leases' copies fill, and wait for these copies."""
         copies: dict[CopyId, None] = {}
         for family, page, unit in coming:
             host = self._layout.host[family].index
@@ -77,7 +77,7 @@ class Onboarding:
         taken = self._allocator.allocate(family, len(found))
         sources = np.array([unit for _, unit in found], np.intp)
         spots = tuple(Spot(lease.cursor, page) for page, _ in found)
-        self._pools[family].hold(taken)  # the lease's own hold, beside the copy's
+        self._pools[family].hold(taken)  # the lease's own hold, in addition to the copy's
         self._transfers.start(
             spots, host, plane, sources, taken, lease=lease, is_overlapped=overlaps
         )

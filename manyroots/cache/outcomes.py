@@ -1,4 +1,4 @@
-"""What the cache answers: grants, refusals, counts. Data alone."""
+"""The cache's results: grants, refusals, counts. Data only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyroots.messages import StorageStats
 
 
 class Refusal(enum.Enum):
-    """Why the cache could not do as asked; nothing has changed then."""
+    """The reason that the cache refused; nothing has changed then."""
 
     NO_ROOM = "no room"
     TOO_LARGE = "there will never be room for all of it"
@@ -24,17 +24,17 @@ class Ending(enum.Enum):
     """How a lease ends."""
 
     FINISHED = "finished"
-    """It goes on from its last token, as a next turn or after a retraction: the newest state is
-    worth keeping (H05)."""
+    """It may continue from its last token, as a next turn or after a retraction: the newest state
+    is worth keeping (H05)."""
     LEFT = "left"
-    """Ended from outside, by a stop string or a client: the next turn may lack the last tokens, so
-    that the state before the newest one is worth keeping, too."""
+    """Ended from outside, by a stop string or a client. The next turn may lack the last tokens, so
+    the state before the newest one is also worth keeping."""
     DROPPED = "dropped"
-    """Failed, or never begun."""
+    """Failed, or never started."""
 
 
 Extension = tuple[tuple[int, Units], ...]
-"""What a lease got for a step, by family: where in its table the new units begin, and those."""
+"""By family: the table index of the new units for a step, and the units."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class CacheStats:
     total_hit_tokens: int
     total_host_hit_tokens: int
     missed_tokens: dict[str, int]
-    """By the reason (S07): tokens of whole pages that were looked up and not found."""
+    """By reason (S07): tokens of whole pages that were looked up and not found."""
     total_skipped_checkpoints: int
     total_failed_units: int
     storage: StorageStats | None
@@ -66,6 +66,7 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """What evicting a namespace freed at once, by plane; what is held goes when it is released."""
+    """What evicting a namespace freed at once, by plane; held units are freed when they are
+    released."""
 
     num_freed: tuple[int, ...]

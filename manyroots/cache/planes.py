@@ -1,7 +1,7 @@
 """Planes: one family on one tier. A node keeps one array of units for each plane.
 
-Frozen description of what a cache consists of; everything in the cache loops over planes, never
-over the names of families or tiers.
+A frozen description of a cache's parts; all code of the cache loops over planes, never over names
+of families or tiers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from manyroots.ids import Tier
 ABSENT = -1
 """In an array of units: this page has none on this plane."""
 Units = npt.NDArray[np.intp]
-"""Numbers of units: native integers, by which numpy indexes several times as fast as by others. A
-plan has them as int32."""
+"""Numbers of units, as native integers: numpy indexes with these several times as fast as with
+others. A plan has them as int32."""
 NO_UNITS: Units = np.empty(0, np.intp)
 
 
@@ -35,11 +35,11 @@ class Plane:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether units go from the ends of the tree only.
+        """Whether units are evicted only from the ends of the tree's paths.
 
-        So on the device, for a family that reads everything before: then whatever is loose can be
-        evicted without stranding what is held. The host has no such order, because copies arrive
-        there in any; losing a page in the middle of a path costs what lies behind it.
+        True on the device for a family that reads everything before: loose units can then be
+        evicted without stranding held ones. The host has no such order, because copies arrive in
+        any order; losing a page in the middle of a path also loses everything after it.
         """
         return self.family.is_ordered and self.tier is Tier.DEVICE
 
@@ -100,12 +100,12 @@ class CacheLayout:
 
     @property
     def is_sole(self) -> bool:
-        """Whether there is one family, which keeps every page, on the device alone: by far the
-        commonest cache, and the quickest."""
+        """Whether there is one family, which keeps every page, on the device only: by far the most
+        common cache, and the fastest."""
         return len(self.planes) == 1 and self.device[0].family.is_ordered
 
     @property
     def spine(self) -> tuple[Plane, ...]:
-        """Planes without which a page is of no use: the ordered families', or all if none is."""
+        """Planes that a page needs: those of ordered families, or all if none is ordered."""
         ordered = tuple(plane for plane in self.planes if plane.family.is_ordered)
         return ordered or self.planes

@@ -1,4 +1,4 @@
-"""What may be chosen about eviction, the cache's lower tiers and checkpoints; frozen."""
+"""Settings of eviction, of the lower tiers and of checkpoints; frozen."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ class WriteBack(enum.Enum):
     THROUGH = "through"
     """As soon as they are published."""
     REUSED = "reused"
-    """When they have been found once: what nobody asks for again is not worth a copy."""
+    """After they have been found once: a prefix that no request repeats is not worth a copy."""
     EVICTION = "eviction"
-    """When room on the device runs low."""
+    """When the device runs out of memory."""
 
 
 class Eviction(enum.Enum):
-    """What goes when room is needed."""
+    """Which units are evicted when memory is needed."""
 
     FORKS = "forks"
-    """What was used longest ago, but prefixes that several requests share last, within a share of
-    the pool that is learned (`fork_share.py`)."""
+    """The least recently used. Prefixes that several requests share go last, within a share of the
+    pool that is learned (`fork_share.py`)."""
     LRU = "lru"
-    """What was used longest ago: to compare with."""
+    """The least recently used; for comparison."""
 
 
 class Prefetch(enum.Enum):
-    """Whether a request waits for what storage was asked for on its behalf (T04)."""
+    """Whether a request waits for pages that storage was asked for (T04)."""
 
     BEST_EFFORT = "best-effort"
-    """No: it begins when its turn comes, with what has arrived by then."""
+    """No: it starts when it can, with what has arrived by then."""
     WAIT = "wait"
     """Until storage has answered."""
     TIMEOUT = "timeout"
@@ -40,12 +40,12 @@ class Prefetch(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Load or recompute: what each is taken to take before it was measured (T05)."""
+    """Load or recompute: assumed costs before the first measurement (T05)."""
 
     seconds_per_page: float
     """From the host to the device."""
     seconds_per_token: float
-    """To compute one of a prompt."""
+    """To compute one token of a prompt."""
     storage_seconds_per_page: float = 0.0
     """From storage to the host."""
 
@@ -55,7 +55,7 @@ FREE_LOADS = LoadCosts(seconds_per_page=0.0, seconds_per_token=1.0)
 
 @dataclass(frozen=True, slots=True)
 class CachePolicies:
-    """Choices that change what is kept, never what is right."""
+    """Choices that change what is kept, never the results."""
 
     reuse: bool = True
     """False: nothing is published or found."""
@@ -65,19 +65,19 @@ class CachePolicies:
     uses_storage: bool = False
     prefetch: Prefetch = Prefetch.WAIT
     prefetch_timeout_steps: int = 32
-    """With TIMEOUT. In steps, because the decide half has no clock: what a wait costs others is
-    counted in steps, and where there are none storage is all there is to wait for."""
+    """With TIMEOUT. In steps, because the decide half has no clock: a wait's cost to other requests
+    is counted in steps. Without steps, there is nothing else to wait for."""
     overlaps_loads: bool = False
-    """Whether a request that is alone may begin while its pages come from the host (T10)."""
+    """Whether a single request may start while its pages arrive from the host (T10)."""
     records_events: bool = False
     identity: bytes = b""
-    """Stands for model, dtype and layout in page hashes."""
+    """Identifies model, dtype and layout in page hashes."""
     low_water: float = 0.1
-    """With EVICTION: the share of the device below which write-back begins."""
+    """With EVICTION: the free share of the device below which write-back starts."""
 
     @property
     def patience_steps(self) -> int | None:
-        """For how many steps a request waits for storage; None is as long as it takes."""
+        """For how many steps a request waits for storage; None: without a limit."""
         match self.prefetch:
             case Prefetch.BEST_EFFORT:
                 return 0

@@ -1,8 +1,8 @@
-"""The units of one plane: who holds each, which are free.
+"""The units of one plane: their holders, and which are free.
 
-Counts only; the bytes are the execute half's. A unit is in exactly one of three states: free (on
-the stack), cached (indexed by the tree, held by nobody) or held (by at least one lease or
-transfer; indexed or not). `free + cached + held = total` always.
+Counts only; the execute half has the bytes. A unit is in exactly one of three states: free (on the
+stack), cached (indexed by the tree, without holders) or held (by at least one lease or transfer;
+indexed or not). `free + cached + held = total` always.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from manyroots.cache.planes import Units
 
-# Arrays of the counts' and flags' own types: numpy takes twice as long with a Python value.
+# Arrays of the same dtype as counts and flags: numpy takes twice as long with a Python value.
 _ONE = np.array(1, np.int32)
 _YES, _NO = np.array(True), np.array(False)
 
@@ -24,7 +24,7 @@ class UnitPool:
         self.holders = np.zeros(num_units, np.int32)
         self.indexed = np.zeros(num_units, np.bool_)
         # A stack: the last `num_free` entries, the top one first. The lowest unit is on top, so
-        # that two engines fed the same calls agree on every unit.
+        # that two engines with the same calls agree on every unit.
         self._stack = np.arange(num_units)
         self.num_free = num_units
         self.num_cached = 0
@@ -39,7 +39,7 @@ class UnitPool:
         return self.num_units - self.num_free - self.num_cached
 
     def take(self, count: int) -> Units:
-        """Hold `count` free units; the caller has made sure that there are as many."""
+        """Hold `count` free units; the caller has checked that there are as many."""
         top = self.num_units - self.num_free
         self.num_free -= count
         taken = self._stack[top : top + count].copy()
@@ -47,14 +47,14 @@ class UnitPool:
         return taken
 
     def hold(self, units: Units) -> None:
-        """One more holder for each; they are held or indexed already. No unit occurs twice."""
+        """Add one holder to each; they are held or indexed already. No unit occurs twice."""
         held = self.holders[units]
         self.num_cached -= len(held) - int(np.count_nonzero(held))
         held += _ONE
         self.holders[units] = held
 
     def drop(self, units: Units) -> None:
-        """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
+        """Remove one holder; units without holders become cached if indexed, otherwise free."""
         left = self.holders[units]
         left -= _ONE
         self.holders[units] = left
@@ -69,7 +69,7 @@ class UnitPool:
         self.indexed[units] = _YES
 
     def unindex(self, units: Units) -> None:
-        """The tree no longer leads to these; those that nobody holds become free."""
+        """The tree no longer leads to these; those without holders become free."""
         self.indexed[units] = _NO
         orphans = units[np.logical_not(self.holders[units])]
         self.num_cached -= len(orphans)

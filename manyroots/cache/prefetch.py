@@ -1,11 +1,11 @@
-"""Asking storage for pages that neither device nor host has (T04).
+"""Asks storage for pages that neither device nor host has (T04).
 
-Whether storage has a page is known only when it answers. A ticket asks for every page behind what
-was found, family by family; when all answers are in, what arrived becomes findable on the host.
-One state is enough to resume from. Where the host has fewer units for states than a prompt has
-pages, states are asked for after the pages: the newest ones of what storage has, then older ones
-until one is there, in a bounded number of questions.
-Who asks for all or nothing keeps meanwhile what the host has of it already (`keeping.py`).
+Storage has a page or not; this is known only when it answers. A ticket asks for every page after
+those that were found, family by family. When all answers are in, what arrived becomes findable on
+the host. One state is enough to resume from. If the host has fewer units for states than a prompt
+has pages, states are requested after the pages. First the newest states of the pages that storage
+has, then older ones until one is there, in a bounded number of questions. A ticket that asks for
+all or nothing also keeps what the host already has (`keeping.py`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from manyroots.ids import CopyId, StepId, Tier
 from manyroots.step import Bools, Copy, CopyDone, Int32s
 
 MOST_QUESTIONS = 4
-"""For the states of one prompt. A request waits for each of them, and a state that lies so far
-before the last page that storage has saves little."""
+"""For the states of one prompt. A request waits for each question, and a state so far before the
+last page in storage saves little."""
 
 
 class Share(enum.Enum):
-    """What a question may take of the host's room."""
+    """How much of the host's memory a question may take."""
 
     ANY = "any"
-    """As many pages as there is room for; what lies behind them is not asked for."""
+    """As many pages as there is room for; pages after them are not requested."""
     WHOLE = "whole"
-    """Room for all that it asks for, or it is not asked. Kept beside it: what the host has of the
-    same prompt."""
+    """Room for everything that it asks for, or it is not asked. It also keeps what the host has of
+    the same prompt."""
     NONE = "none"
-    """None, since others come first: it is asked only if another has asked the same already."""
+    """None, since other requests come first: it is asked only if another ticket has asked the same
+    already."""
 
 
 @dataclass(slots=True)
@@ -54,30 +55,31 @@ class Ticket:
     keys: bytes
     """Tokens of the pages from `first` on."""
     kept: Keep | None = None
-    """What the host has of the same prompt, till whoever asked lets go of it."""
+    """What the host has of the same prompt, until the request lets go of it."""
     refusal: Refusal | None = None
-    """Why it was not asked."""
+    """The reason that it was not asked."""
     units: dict[CopyId, tuple[Plane, Units]] = field(default_factory=dict)
     begins: dict[CopyId, int] = field(default_factory=dict)
-    """The first page, of those asked for, that each copy is of."""
+    """The first of the requested pages of each copy."""
     late: tuple[Plane, ...] = ()
-    """Of states that are asked for when it is known how many pages storage has."""
+    """Planes of states that are requested once the number of pages in storage is known."""
     num_questions: int = 0
-    """For those states, so far."""
+    """Number of questions for those states so far."""
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
     is_barred: bool = False
-    """A namespace of it was evicted since: the answer is published nowhere."""
+    """One of its namespaces was evicted since: the answer is not published."""
     asked: tuple[bytes, ...] = ()
-    """The hashes that were asked for: as many pages as there was room for."""
+    """The requested hashes: as many pages as there was room for."""
     is_whole: bool = False
-    """All of those were there, in every family that a page can't do without."""
+    """All of them were there, in every family that a page needs."""
     num_useful_pages: int = 0
-    """How many of those, from the front, are of use now."""
+    """How many of them, from the front, are usable now."""
     leader: Ticket | None = None
-    """Who has asked for its first page already: nothing is asked for then but to be told (T09)."""
+    """The ticket that already asks for its first page: this one then only waits for that answer
+    (T09)."""
 
     def hashes(self, hasher: PageHasher, parent: bytes) -> list[bytes]:
-        """The hash of each page, behind the page hashed `parent`."""
+        """The hash of each page, after the page hashed `parent`."""
         end = self.first + len(self.keys) // hasher.page_bytes
         hashes: list[bytes] = []
         page = self.first
@@ -97,18 +99,19 @@ class Ticket:
 
     @property
     def num_found_pages(self) -> int:
-        """What storage had of those that were asked for, by this ticket or for it."""
+        """Pages that storage had of those requested by this ticket or for it."""
         return (self.leader or self).num_useful_pages
 
     @property
     def is_worth_going_on(self) -> bool:
-        """Whether storage had all that another asked for, so that it may have what lies behind."""
+        """Whether storage had everything that another ticket asked for, so that it may have later
+        pages."""
         answer = self.leader
         return answer is not None and not answer.is_barred and answer.is_whole
 
 
 class Prefetcher:
-    """Questions under way."""
+    """Questions in progress."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class Prefetcher:
         hasher: PageHasher | None,
         next_id: Callable[[], CopyId],
     ) -> None:
-        """`hasher`: None where nothing will be asked."""
+        """`hasher`: None if nothing will be asked."""
         self._index = index
         self._evictors = evictors
         self._publisher = publisher
@@ -129,20 +132,21 @@ class Prefetcher:
         self._outbox: list[Copy] = []
         self._tickets: dict[CopyId, Ticket] = {}
         self._asked: dict[bytes, Ticket] = {}
-        """By the hash of a page that storage was asked for and has not answered."""
+        """By hash of a page that storage was asked for and has not answered."""
 
     def tickets(self) -> list[Ticket]:
         """For audits."""
         return list({id(ticket): ticket for ticket in self._tickets.values()}.values())
 
     def take_intents(self) -> tuple[Copy, ...]:
-        """Questions to be sent with the step being planned."""
+        """Questions to send with the step being planned."""
         intents, self._outbox = tuple(self._outbox), []
         return intents
 
     def ask(self, key: PrefixKey, tokens: Int32s, walk: Walk, room: Share) -> Ticket | None:
-        """Ask for all whole pages behind what was found, or as many as `room` allows. If another
-        has asked for the first of them, the ticket waits for that answer. None: no room at all."""
+        """Ask for all whole pages after those that were found, or as many as `room` allows. If
+        another ticket has asked for the first of them, this one waits for that answer. None: no
+        room at all."""
         hasher, page_size = self._hasher, self._index.layout.page_size
         assert hasher is not None
         cursor, parent = self._index.tree.root, hasher.root
@@ -197,8 +201,8 @@ class Prefetcher:
         )  # fmt: skip
 
     def _num_states(self, plane: Plane, num_pages: int) -> int:
-        """How many states to ask for, of so many pages: where pages of another family say how far
-        storage has them, no more than leaves room for others. Of other families, all."""
+        """How many states to request for this many pages. If another family's pages show how far
+        storage has them, at most what leaves room for others. For other families, all."""
         is_led = any(p.family.is_ordered for p in self._index.layout.spine)
         if not plane.family.is_state or not is_led:
             return num_pages
@@ -207,7 +211,7 @@ class Prefetcher:
         return min(num_pages, num_available, most)
 
     def _ask_states(self, ticket: Ticket) -> None:
-        """It is known how many pages storage has: ask for the newest states of those. If none of
+        """The number of pages in storage is known: ask for the newest states of those. If none of
         them was there, ask for the states before them, in the same units."""
         end = 0 if ticket.is_barred else self._count_useful(ticket)
         answered = [i for i, (plane, _) in ticket.units.items() if plane in ticket.late]
@@ -226,14 +230,14 @@ class Prefetcher:
                 self._send(ticket, plane, end - num_states, end)
 
     def _count_useful(self, ticket: Ticket) -> int:
-        """How many of the pages that were asked for, from the front, are worth a place."""
+        """How many of the requested pages, from the front, are worth keeping."""
         spine = self._index.layout.spine
         supports = [ticket.arrived[i] for i, (plane, _) in ticket.units.items() if plane in spine]
         return _useful(supports, any(p.family.is_ordered for p in spine))
 
     def _refusal(self, own: Keep, num_pages: int) -> Refusal | None:
-        """Why there is no room for so many pages, if there is none on some plane: now, beside what
-        others keep and fetch, or ever, beside what is its own."""
+        """Why there is no room for this many pages, if some plane has none: now, beside what others
+        keep and fetch, or ever, beside its own."""
         has_room, num_asked = True, num_pages
         for plane in self._index.layout.host:
             num_pages = max(1, self._num_states(plane, num_asked))
@@ -247,8 +251,7 @@ class Prefetcher:
         return None if has_room else Refusal.NO_ROOM
 
     def room(self, plane: Plane) -> tuple[int, int]:
-        """Units of a plane of the host that are kept or being fetched, and those that could be
-        taken."""
+        """Units of a host plane that are kept or being fetched, and units that could be taken."""
         fetched = sum(
             len(units) for t in self.tickets() for p, units in t.units.values() if p is plane
         )
@@ -256,7 +259,7 @@ class Prefetcher:
         return kept + fetched, self._index.pools[plane.index].num_available
 
     def acknowledge(self, done: CopyDone) -> int | None:
-        """Take an answer; gives its family, or None if it is not one of ours."""
+        """Handle an answer; returns its family, or None if it belongs to no question."""
         ticket = self._tickets.pop(done.copy_id, None)
         if ticket is None:
             return None
@@ -288,7 +291,7 @@ class Prefetcher:
         while not cursor.is_attached and cursor.parent is not None:
             cursor = cursor.parent
         if cursor.end < ticket.first:
-            return  # what this would continue has gone meanwhile
+            return  # the page before these is gone by now
         end = ticket.first + count
         path = self._index.tree.insert(
             cursor, ticket.key, keys, ticket.first, end, StepId(0), lengthen=False

@@ -1,7 +1,7 @@
-"""Making a request's pages findable, and taking back what a failed step promised.
+"""Makes a request's pages findable, and withdraws what a failed step announced.
 
-In: a lease, its tokens and how many of them are computed. The tree is extended along the lease's
-path; where someone else's copy of a page is there already it stays, and the lease holds it too.
+In: a lease, its tokens and the number that is computed. The tree is extended along the lease's
+path. If another request's copy of a page is already there, it stays, and the lease holds it, too.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Publisher:
         self._page_bytes = self._page_size * TOKEN_BYTES
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
-        # Published together or not at all; the others' turn is the commit.
+        # Published together or not at all; other families publish at the commit.
         self._announces = reuse and len(self._prompt) == len(self._paged)
         self._pending: dict[StepId, list[tuple[int, list[Node]]]] = {}
         """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
-        """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
+        """By (plane, unit): node and depth of what a running step fills in older nodes."""
         self._saved: list[tuple[Lease, Checkpoint]] = []
-        """What the step being planned saves."""
+        """States that the step being planned saves."""
         self._committed = StepId(0)
         self._tick = 0
         self._paged_planes = [plane.index for plane in self._paged]
@@ -49,7 +49,7 @@ class Publisher:
         self._reach = max(plane.family.reach or 0 for plane in index.layout.device)
         near = (p.index for p in index.layout.planes if p.family.reach is not None)
         self._near = [evictors[plane] for plane in near]
-        """Of families that keep pages near places to go on from."""
+        """Evictors of families that keep pages near resume points."""
 
     @property
     def num_uses(self) -> int:
@@ -57,15 +57,16 @@ class Publisher:
         return self._tick
 
     def asked_again(self, lease: Lease) -> None:
-        """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
-        be a talk's next turn of less than a page; the second time it is a prompt that is shared."""
+        """A prompt was found as far as possible, so nothing of it will be new. The first time this
+        may be the next turn of a conversation with less than a page; the second time it is a shared
+        prompt."""
         node = nearest_attached(lease.cursor)
         if node.is_repeated:
             node.is_fork = True
         node.is_repeated = True
 
     def touch(self, node: Node, end: int) -> None:
-        """The path down to `node` was used now, by a request that goes on, or ends, at `end`."""
+        """The path down to `node` was used now, by a request that continues, or ends, at `end`."""
         tick = self._tick = self._tick + 1
         first = end - self._reach
         while node.parent is not None:
@@ -75,7 +76,7 @@ class Publisher:
             node = node.parent
 
     def resumed(self, lease: Lease, boundary: int) -> None:
-        """A state was restored. That is no use of those before it on the path (H12)."""
+        """A state was restored. This does not count as use of earlier states on the path (H12)."""
         node = self._node_at(lease.cursor, boundary - 1)
         if node is not None:
             node.last_resumed = self._tick = self._tick + 1
@@ -85,14 +86,14 @@ class Publisher:
         tick = self._tick = self._tick + 1
         for node in nodes:
             current: Node | None = nearest_attached(node)
-            # What leads to a page is worth as much there as the page.
+            # On the host, the path to a page is worth as much as the page.
             while current is not None and current.last_arrived != tick:
                 current.last_arrived = tick
                 current = current.parent
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
-        publish what is full then, for families that share within a step."""
+        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`.
+        Publish the pages that are full then, for families that share within a step."""
         if not self._announces:
             return
         self._announce_pages(lease, tokens, num_tokens, step_id)
@@ -102,7 +103,7 @@ class Publisher:
         self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId
     ) -> None:
         if lease.num_sure_tokens is not None:
-            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
+            num_tokens = min(num_tokens, lease.num_sure_tokens)  # guesses must not be findable
         if num_tokens > len(tokens):
             num_tokens = len(tokens)
         num_pages = num_tokens // self._page_size
@@ -117,8 +118,8 @@ class Publisher:
         pending.append((lease.serial, nodes))
 
     def announce_checkpoints(self) -> None:
-        """A step is planned: the next one may restore the states of prompts that it saves. Not
-        itself, since it restores before the model and saves after it."""
+        """A step is planned: the next one may restore the prompt states that it saves. The step
+        itself cannot, since it restores before the model runs and saves after it."""
         for lease, saved in self._saved:
             if saved in lease.checkpoints:
                 self._announce_checkpoint(lease, saved)
@@ -142,7 +143,7 @@ class Publisher:
             filled[saved.family, saved.unit] = (node, boundary - 1)
 
     def withdraw_checkpoint(self, lease: Lease, saved: Checkpoint) -> None:
-        """A state that was announced, or was to be, is of no use."""
+        """An announced or pending state is not needed."""
         self._saved = [each for each in self._saved if each[1] is not saved]
         node = self._node_at(lease.cursor, saved.boundary - 1)
         if node is not None:
@@ -151,19 +152,20 @@ class Publisher:
                 self._index.remove(node, saved.family, np.array([place]))
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
-        """Whether a unit is findable already, but filled only by a step that is not done."""
+        """Whether a unit is already findable, but filled by a step that is not done."""
         return node.step_id > self._committed or any(
             (plane, unit) in filled for filled in self._filled.values()
         )
 
     def commit_step(self, step_id: StepId) -> list[tuple[int, list[Node]]]:
-        """What was announced can be relied on; gives the nodes, with the serial of their lease."""
+        """Announced pages are reliable now; returns the nodes, with the serial of their lease."""
         self._committed = max(self._committed, step_id)
         self._filled.pop(step_id, None)
         return self._pending.pop(step_id, [])
 
     def fail_step(self, step_id: StepId) -> None:
-        """What was announced for this step, and all that leans on it, is findable no more."""
+        """Pages announced for this step, and everything that depends on them, are no longer
+        findable."""
         pending = self._pending.pop(step_id, [])
         for node in (node for _, nodes in pending for node in nodes):
             top: Node | None = None
@@ -179,7 +181,7 @@ class Publisher:
                 self._take_back(owner, plane, depth - owner.first)
 
     def _take_back(self, node: Node, plane: int, place: int) -> None:
-        """A unit was never filled; of an ordered plane, nothing behind it is of use either."""
+        """A unit was never filled; on an ordered plane, nothing after it is usable either."""
         if not self._index.layout.planes[plane].is_ordered:
             self._index.remove(node, plane, np.array([place]))
             return
@@ -192,8 +194,8 @@ class Publisher:
     def publish(
         self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, lengthen: bool
     ) -> list[Node]:
-        """Index the first `num_full` pages of the lease; gives the nodes that got any. With
-        `lengthen`, the end of its path is made longer rather than continued by a node of the step,
+        """Index the first `num_full` pages of the lease; returns the nodes that got any. With
+        `lengthen`, the last node of its path is extended instead of adding a node of the step,
         which is done."""
         if num_full <= lease.num_published_pages:
             return []
@@ -220,9 +222,9 @@ class Publisher:
         return touched
 
     def _lengthen(self, lease: Lease, tokens: Int32s, end: int) -> bool:
-        """Publish pages of an output behind the last one, where nobody else has been; False if it
-        is not as simple as that. Where a family keeps every page, what the lease holds of it keeps
-        the path as it was."""
+        """Publish pages of an output after the last one, if no other request has published there;
+        False if the case is not so simple. If a family keeps every page, the lease's units keep the
+        path unchanged."""
         leaf, first = lease.cursor, lease.num_published_pages
         is_plain = self._has_spine and leaf.is_attached and leaf.end == first and not leaf.children
         if (
@@ -240,7 +242,7 @@ class Publisher:
         self._index.lengthen_all(leaf, keys, dict(zip(self._paged_planes, units, strict=True)))
         leaf.last_used = leaf.last_resumed = self._tick = self._tick + 1
         lease.num_published_pages = end
-        # What was near the end before may be spared now.
+        # Pages that were near the end before may be spare now.
         last, node = first - self._reach - NEAR, leaf
         while node.parent is not None and node.end > last:
             for evictor in self._near:
@@ -249,8 +251,8 @@ class Publisher:
         return True
 
     def _mark_end(self, path: list[Node], boundary: int) -> None:
-        """A prompt ends at a boundary, if this path leads there. Where the prompt before it ended,
-        which it goes on from, does not count any more."""
+        """A prompt ends at a boundary, if this path leads there. The end of the previous prompt
+        that it continues no longer counts."""
         for node in path:
             if node.first < boundary <= node.end:
                 node.prompt_end = boundary
@@ -260,10 +262,10 @@ class Publisher:
                     above = above.parent
 
     def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
-        """Where the lease's path goes on: the deepest node of it, and how many pages it has.
+        """Where the lease's path continues: its deepest node, and the node's number of pages.
 
-        Not simply where it was: a failed step or an eviction may have taken a part of the path,
-        and others may have put pages of their own in its place since.
+        Not simply the last position: a failed step or an eviction may have removed a part of the
+        path, and other requests may have published pages in its place since.
         """
         node, end = nearest_attached(lease.cursor), lease.num_published_pages
         while node.parent is not None:
@@ -283,9 +285,8 @@ class Publisher:
                 forks.published(name_of(node.parent.serial, node.owner, page))
 
     def prefer_own(self, lease: Lease) -> bool:
-        """Where the tree leads through others' copies of the lease's pages it holds both. Take
-        theirs out; its own are findable in their place with its next page. False if it holds none.
-        """
+        """If the tree has other requests' copies of the lease's pages, it holds both. Remove
+        theirs; its own become findable with its next page. False if it holds none."""
         if not lease.duplicates:
             return False
         depth = self._first_copied(lease)
@@ -300,7 +301,7 @@ class Publisher:
         return True
 
     def _first_copied(self, lease: Lease) -> int | None:
-        """The first page that the tree has another unit for than the lease."""
+        """The first page for which the tree has another unit than the lease."""
         found: int | None = None
         node = nearest_attached(lease.cursor)
         while node.parent is not None:
@@ -317,8 +318,8 @@ class Publisher:
         return found
 
     def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:
-        """Index a saved state behind pages that are published. The lease's hold goes either way
-        (P10): to the index, or back to the pool."""
+        """Index a saved state after published pages. The lease's hold ends in any case (P10): it
+        moves to the index, or back to the pool."""
         pool = self._index.pools[checkpoint.family]
         unit = np.array([checkpoint.unit], np.intp)
         node: Node | None = None
@@ -340,14 +341,16 @@ class Publisher:
             evictor.offer(node)
 
     def offer_path(self, node: Node) -> None:
-        """As `offer`, for every node of the path: unordered families lie loose anywhere on it."""
+        """Like `offer`, for every node of the path: units of unordered families may be loose
+        anywhere."""
         current: Node | None = node
         while current is not None and current.parent is not None:
             self.offer(current)
             current = current.parent
 
     def offer_before(self, lease: Lease, plane: Plane) -> None:
-        """As `offer_path`, for units of one family that a lease held before its first live one."""
+        """Like `offer_path`, for units of one family that a lease held before its first live
+        one."""
         evictor, end = self._evictors[plane.index], lease.first_live[plane.family_index]
         current: Node | None = nearest_attached(lease.cursor)
         while current is not None and current.parent is not None:
@@ -375,7 +378,8 @@ class Publisher:
     def _remember(
         self, lease: Lease, nodes: list[Node], first: int, end: int, step_id: StepId
     ) -> None:
-        """A failed step takes its own nodes out whole; of older ones, what it put into them."""
+        """A failed step removes its own nodes completely; from older ones, it removes what it
+        added."""
         for node in nodes:
             if node.step_id == step_id:
                 continue

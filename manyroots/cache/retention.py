@@ -26,7 +26,7 @@ from manyroots.cache.tree import Node, PrefixMark, PrefixTree
 from manyroots.messages import Retention
 
 _Entry = tuple[float, int, PrefixMark]
-"""Priority or end, order of creation, whose."""
+"""Priority or end, order of creation, the mark."""
 
 
 class Marks:
@@ -45,7 +45,7 @@ class Marks:
         self._weakest: dict[str | None, list[_Entry]] = {}
         """By tenant."""
         self._num_pages: Counter[str | None] = Counter()
-        """By tenant: pages of nodes that are marked."""
+        """By tenant: pages of marked nodes."""
 
     @property
     def is_empty(self) -> bool:
@@ -58,7 +58,7 @@ class Marks:
         return self._num_pages.total()
 
     def pass_time(self, now_s: float) -> None:
-        """End the marks whose time is over. The caller has the clock."""
+        """End the marks that have expired. The caller has the clock."""
         self._now_s = max(self._now_s, now_s)
         while self._due and self._due[0][0] <= self._now_s:
             self.end(heapq.heappop(self._due)[2])
@@ -85,7 +85,7 @@ class Marks:
             self.end(heapq.heappop(self._weakest[asked.tenant])[2])
 
     def end(self, mark: PrefixMark) -> None:
-        """Leave its nodes to plain use. Harmless where it has ended."""
+        """Return its nodes to plain use. Does nothing if it has ended."""
         if mark.is_over:
             return
         mark.is_over = True
@@ -99,7 +99,7 @@ class Marks:
         mark.nodes.clear()
 
     def _marks_of(self, asked: Retention, num_pages: int) -> list[tuple[int, PrefixMark]]:
-        """(end in pages, mark), ascending. What leads to a page is worth as much as the page."""
+        """(end in pages, mark), ascending. The path to a page is worth as much as the page."""
         marks: list[tuple[int, PrefixMark]] = []
         priority, until_s = 0, 0.0
         for wanted in sorted(asked.ranges, key=lambda each: -each.until_token):

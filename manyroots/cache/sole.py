@@ -1,9 +1,8 @@
-"""One family that keeps every page, on the device alone: the commonest cache, and the quickest way
-through it.
+"""The fast path for one family that keeps every page on the device only: the most common cache.
 
-Everything that can be simpler then, in one place: what the tree leads to is there, whoever holds a
-page holds all before it, and only ends of paths are ever loose. The parts have the interface of the
-general ones; the cache chooses between the two when it is made, and nobody else knows.
+Collects every simplification of that case: a page in the tree is always there, a holder of a page
+holds all pages before it, and only ends of paths are ever loose. The parts have the interface of
+the general ones. The cache chooses between the two when it is made; no other code knows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from manyroots.step import Int32s
 
 
 class SoleHolder(Holder):
-    """What the tree leads to is there."""
+    """A page in the tree is always there."""
 
     def __init__(self, index: Index, costs: Costs, *, reuse: bool) -> None:
         super().__init__(index, costs, reuse=reuse)
@@ -37,7 +36,7 @@ class SoleHolder(Holder):
         return Match(Walk(nodes, depth), depth, depth, limit)
 
     def hold(self, lease: Lease, nodes: list[Node], depth: int, tokens: Int32s) -> int:
-        # No copy: where the tree has a unit it is not written again.
+        # No copy: a unit in the tree is not written again.
         units = lease.tables[0] = path_units(nodes, depth, self._plane)
         self._pool.hold(units)
         return depth
@@ -51,7 +50,7 @@ class SoleHolder(Holder):
 
 
 class SoleGrowth(Growth):
-    """Whence and when a lease grows makes no difference."""
+    """The position of a lease does not affect how it grows."""
 
     def __init__(
         self, index: Index, allocator: Allocator, states: States, publisher: Publisher
@@ -85,7 +84,8 @@ class SoleGrowth(Growth):
 
 
 class SolePublisher(Publisher):
-    """Nearly all there is to publish lies behind the last page, where nobody else has been."""
+    """Nearly everything to publish comes after the last page, where no other request has
+    published."""
 
     def __init__(
         self, index: Index, evictors: list[Evictor], forks: ForkShare | None, *, reuse: bool
@@ -94,7 +94,7 @@ class SolePublisher(Publisher):
         self._evictor = evictors[0]
 
     def touch(self, node: Node, end: int) -> None:
-        # Only ends of paths are evicted, and when one goes its parent takes this over.
+        # Only ends of paths are evicted; when one is evicted, its parent inherits this.
         node.last_used = self._tick = self._tick + 1
 
     def offer_path(self, node: Node) -> None:
@@ -111,7 +111,7 @@ class SolePublisher(Publisher):
     def _simply(
         self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, lengthen: bool
     ) -> Node | None:
-        """Pages behind the last one. None if it is not as simple as that."""
+        """Publish pages after the last one. None if the case is not so simple."""
         cursor, first = lease.cursor, lease.num_published_pages
         if end <= first or cursor.end != first or not cursor.is_attached:
             return None
@@ -124,7 +124,7 @@ class SolePublisher(Publisher):
             return None
         keys = tokens[first * self._page_size : end * self._page_size].tobytes()
         page = lease.ahead
-        if page is None:  # it has published before, or had found whatever there was to find
+        if page is None:  # it has published before, or had found all there was to find
             page = (owner, keys[: self._page_bytes])
         if page in cursor.children:
             return None
@@ -141,8 +141,8 @@ class SolePublisher(Publisher):
 
     def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
         node = nearest_attached(lease.cursor)
-        # What is held stays, so that nobody takes its place.
+        # Held units stay, so no other page takes their place.
         return node, min(lease.num_published_pages, node.end)
 
     def _mark_end(self, path: list[Node], boundary: int) -> None:
-        pass  # whatever is there can be resumed from at any page
+        pass  # any page in the tree can be resumed from

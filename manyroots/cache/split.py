@@ -1,18 +1,17 @@
-"""One memory for several families of layers: how many units each gets (F09).
+"""Divides one memory among several families of layers (F09).
 
-In: what a unit of each family takes, and how many bytes there are. Out: units by family, such that
-one request of the full length always fits, and no mix of requests starves one family while another
-has room to spare.
+In: the bytes of a unit of each family, and the total. Out: units by family, such that one request
+of the full length always fits, and no mix of requests starves one family while another has room.
 
-A request of L tokens takes b * L bytes of a family that reads everything, and b * min(L, window) of
-one that reads a window, so what share each family needs depends on how long requests are, which
-nobody knows. Each family gets memory in proportion to the *largest* share it has of a request's
-memory, at any length. Then of requests of whatever length at least 1 / (sum of these shares) fit of
-those that would fit had memory been split for them: half with two families, all with one. Lengths
-below `SHORT` do not count: of those there is room for more than run at once in any case.
+A request of L tokens takes b * L bytes of a family with full attention, and b * min(L, window) of
+one with a window. The share that each family needs thus depends on the unknown length of requests.
+Each family gets memory in proportion to the *largest* share that it has of a request's memory, at
+any length. At least 1 / (sum of these shares) of the requests then fit that would fit in a split
+made for their length: half with two families, all with one. Lengths below `SHORT` do not count:
+more of those fit than run at once in any case.
 
-First comes what a step computes: a family that keeps only what is near holds the tokens of a step
-beside the windows. Whatever requests do not hold is the prefix cache.
+The tokens of a step come first: a family with a window holds them beside the windows. Memory that
+requests do not hold is the prefix cache.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from manyroots.cache.planes import Capacity
 from manyroots.errors import ConfigError
 
 SHORT = 1024
-"""Tokens. Planning for shorter requests would cost long ones a third of their room where windows
-are narrow (128 tokens in half of the layers)."""
+"""Tokens. Planning for shorter requests would cost long ones a third of their memory if windows are
+narrow (128 tokens in half of the layers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyBytes:
-    """One family, and what a unit of it takes on the device."""
+    """One family, and the bytes of its units on the device."""
 
     family: Family
     unit_bytes: int
@@ -40,28 +39,28 @@ class FamilyBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What requests may look like."""
+    """Assumptions about requests."""
 
     page_size: int
     max_model_len: int
     num_step_tokens: int
-    """Computed in one step, at most, of all requests."""
+    """The most tokens that one step computes."""
     num_chunk_tokens: int
-    """Computed in one step, at most, of one request."""
+    """The most tokens of one request that one step computes."""
 
     def units(self, family: Family, num_tokens: int, num_chunk_tokens: int) -> int:
-        """What a request of so many tokens holds at most, if steps compute so many of it."""
+        """The most units of a request of this many tokens, if steps compute this many of it."""
         num_pages = -(-num_tokens // self.page_size)
         most = family.most_needed(min(num_tokens, num_chunk_tokens))
         return num_pages if most is None else min(num_pages, most)
 
     def least(self, family: Family) -> int:
-        """Units without which a request of the full length could never be finished."""
+        """Units that a request of the full length needs to finish."""
         return self.units(family, self.max_model_len, self.num_chunk_tokens)
 
 
 def split(sizes: Sequence[FamilyBytes], num_bytes: int, demand: Demand) -> tuple[Capacity, ...]:
-    """Units of each family. Raises ConfigError where not one request of the full length fits."""
+    """Units of each family. Raises ConfigError if not even one request of the full length fits."""
     least = [demand.least(size.family) for size in sizes]
     num_least_bytes = sum(n * s.unit_bytes for n, s in zip(least, sizes, strict=True))
     if num_least_bytes > num_bytes:
@@ -80,7 +79,7 @@ def split(sizes: Sequence[FamilyBytes], num_bytes: int, demand: Demand) -> tuple
 
 def longest_that_fits(sizes: Sequence[FamilyBytes], num_bytes: int, demand: Demand) -> int:
     """The longest request, of whole pages, that the memory holds; at most the full length. 0 if
-    there is not a page of each family."""
+    there is less than one page of each family."""
     low, high = 0, -(-demand.max_model_len // demand.page_size)
     while low < high:
         middle = (low + high + 1) // 2
@@ -96,8 +95,8 @@ def longest_that_fits(sizes: Sequence[FamilyBytes], num_bytes: int, demand: Dema
 def largest_shares(
     unit_bytes: Sequence[int], families: Sequence[Family], demand: Demand
 ) -> list[Fraction]:
-    """By family: the largest share that it has of a request's memory, of any length from SHORT to
-    the full one. Between lengths where a window is just filled shares only rise or only fall."""
+    """By family: its largest share of a request's memory, for any length from SHORT to the full
+    one. Between lengths at which a window is just filled, shares only rise or only fall."""
     longest = demand.max_model_len
     ends = {longest, min(SHORT, longest)}
     for family in families:
@@ -120,8 +119,8 @@ def _shares(
     weights: list[Fraction],
     demand: Demand,
 ) -> list[Fraction]:
-    """Bytes by family: a step's tokens where only what is near is kept, then by weight, but at
-    least what one request takes."""
+    """Bytes by family: for windows a step's tokens first, then by weight, but at least the size of
+    one request."""
     num_step_units = -(-demand.num_step_tokens // demand.page_size)
     steps = [0 if s.family.most_needed(1) is None else num_step_units * s.unit_bytes for s in sizes]
     shares = [Fraction(n * s.unit_bytes) for n, s in zip(least, sizes, strict=True)]
@@ -137,7 +136,7 @@ def _shares(
 
 
 def told(capacities: Sequence[Capacity], sizes: Sequence[FamilyBytes], demand: Demand) -> list[str]:
-    """What each family got, and what that is enough for."""
+    """Each family's share, and what it is enough for."""
     lines = []
     for capacity, size in zip(capacities, sizes, strict=True):
         num_units, longest = capacity.num_device_units, demand.max_model_len

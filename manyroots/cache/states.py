@@ -1,7 +1,8 @@
-"""Working states of families that have one, and the checkpoints saved of them (H06).
+"""Working states of families that have one, and their saved checkpoints (H06).
 
-A state is copied within the device: restored before the first step of a lease that resumes from a
-checkpoint, saved at the end of a step that reaches a boundary where one is wanted.
+States are copied within the device. A state is restored before the first step of a lease that
+resumes from a checkpoint, and saved at the end of a step that reaches a boundary where one is
+needed.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class States:
         self._doubled: dict[int, dict[int, Lease]] = {}
         """By family and serial: leases that hold two states of their output."""
         self.num_skipped = 0
-        """Checkpoints that there was no room for."""
+        """Checkpoints that were skipped because there was no room."""
 
     def take_copies(self) -> tuple[Copy, ...]:
-        """Copies for the step being planned, in the order they must run."""
+        """Copies for the step being planned, in the order in which they must run."""
         copies, self._copies = tuple(self._copies), []
         return copies
 
@@ -57,16 +58,16 @@ class States:
             lease.num_saved_pages = lease.num_cached_tokens // self._page_size
             self._publisher.resumed(lease, lease.num_saved_pages)
             self._copy(family, saved, unit, is_after_model=False)
-            # Steps run in order, and restore before they load: whoever gets the checkpoint's unit
-            # writes it later.
+            # Steps run in order and restore before they load, so a later owner of the checkpoint's
+            # unit writes it afterwards.
             self._index.pools[family].drop(np.array([saved], np.intp))
             self._publisher.offer_path(nearest_attached(lease.cursor))
 
     def save(self, lease: Lease, num_tokens: int, step_id: StepId) -> None:
-        """Where states are wanted, save them at the end of this step, if there is room (H06)."""
+        """Save states at the end of this step where they are needed, if there is room (H06)."""
         if not self._reuse:
             return
-        # All are asked before any is saved: what is saved makes the next one less wanted.
+        # Test all before saving any: a saved state makes the next one less useful.
         due = [
             plane.index
             for plane in self._stateful
@@ -80,7 +81,7 @@ class States:
         saved = [c for c in lease.checkpoints if c.family == family and self.is_of_output(lease, c)]
         has_room = self._index.pools[family].num_available > 0
         if len(saved) > 1 or (saved and not has_room):
-            unit = saved[0].unit  # the output keeps its two newest states: same unit again
+            unit = saved[0].unit  # the output keeps its two newest states: reuse the unit
             lease.checkpoints = tuple([c for c in lease.checkpoints if c is not saved[0]])
         elif has_room:
             unit = int(self._allocator.allocate(family, 1)[0])
@@ -96,16 +97,16 @@ class States:
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)
 
     def is_of_output(self, lease: Lease, checkpoint: Checkpoint) -> bool:
-        """Whether a state stands for tokens after the prompt."""
+        """Whether a state covers tokens after the prompt."""
         return checkpoint.boundary * self._page_size > lease.num_prompt_tokens
 
     def num_passed(self, family: int) -> int:
-        """Units of states that an output has passed: given up where units are short."""
+        """Units of states that an output has passed; they are freed when units are short."""
         return len(self._doubled.get(family, ()))
 
     def make_room(self, family: int) -> None:
-        """Where no unit is available, give up a state that an output has passed, if there is one:
-        working states and newest ones come first."""
+        """If no unit is available, free a state that an output has passed, if there is one: working
+        states and newest ones come first."""
         doubled = self._doubled.get(family)
         if not doubled or self._index.pools[family].num_available:
             return

@@ -1,8 +1,8 @@
-"""What is known of the storage tier: what it failed to give or take, whether to use it (T03).
+"""Tracks failures of the storage tier and decides whether to use it (T03).
 
-In: how copies from and to storage ended, and which step the engine is at. Out: whether to begin
-another one. StorageHealth that can't be reached is left alone for a number of steps, and then tried
-again; the tiers above go on without it. Logs the begin and the end of an outage, no single page.
+In: results of copies from and to storage, and the engine's current step. Out: whether to start
+another one. Unreachable storage is not used for a number of steps and then tried again; the tiers
+above continue without it. Logs the start and the end of an outage, not single pages.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from manyroots.step import CopyDone
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""In a row: then storage is taken for dead."""
+"""After this many failures in a row, storage counts as dead."""
 FIRST_REST_STEPS = 64
 MAX_REST_STEPS = 4096
-"""Each time that storage is still dead when it is tried again, it rests twice as long, up to this.
-In steps, because the decide half has no clock; an idle engine has nothing to ask anyway."""
+"""The pause doubles each time that storage is still dead when it is tried again, up to this. In
+steps, because the decide half has no clock; an idle engine has nothing to ask anyway."""
 
 
 class DirectionHealth:
-    """Of one direction: a full disk can still be read."""
+    """Health of one direction: a full disk can still be read."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -36,7 +36,7 @@ class DirectionHealth:
         self.num_outages = 0
 
     def is_good(self, step_id: StepId) -> bool:
-        """Whether to begin a copy now."""
+        """Whether to start a copy now."""
         return step_id >= self._rests_until
 
     def worked(self) -> None:
@@ -46,7 +46,7 @@ class DirectionHealth:
 
     def failed(self, step_id: StepId, reason: str) -> None:
         self._failures += 1
-        # What was begun before the rest and fails during it says nothing new.
+        # Copies that started before the pause and fail during it add no information.
         if self._failures < MAX_FAILURES or not self.is_good(step_id):
             return
         if self._rest_steps == 0:
@@ -61,7 +61,7 @@ class DirectionHealth:
 
 
 class StorageHealth:
-    """Both directions, and what came to nothing."""
+    """Both directions, and counts of failures."""
 
     def __init__(self) -> None:
         self._reading = DirectionHealth("reading from")

@@ -1,7 +1,7 @@
-"""Copies between tiers, from their intent to their acknowledgement.
+"""Copies between tiers, from intent to acknowledgement.
 
-A transfer holds both of its ends until it is acknowledged (T01), whatever becomes of the request
-that wanted it (T08). What did not arrive is published nowhere and frees both ends (H11).
+A transfer holds both of its ends until it is acknowledged (T01), even if its request ends before
+(T08). Units that did not arrive are not published, and both ends become free (H11).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyroots.step import Bools, Copy, CopyDone
 
 
 class Spot(NamedTuple):
-    """A page of the tree, wherever splits may move it: the node that had it, and its depth."""
+    """A page of the tree that can be found after splits: the node that had it, and its depth."""
 
     node: Node
     depth: int
@@ -36,7 +36,8 @@ class Spot(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Handover:
-    """Copies that are acknowledged together: pages and states that are of use together (H07)."""
+    """Copies that are acknowledged together, because their pages and states are usable only
+    together (H07)."""
 
     copy_ids: list[CopyId] = field(default_factory=list)
     answers: dict[CopyId, CopyDone] = field(default_factory=dict)
@@ -44,25 +45,25 @@ class Handover:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One copy under way: unit by unit, from a plane to another, or to storage."""
+    """One copy in progress: units from a plane to another, or to storage."""
 
     spots: tuple[Spot, ...]
     source: Plane
     target: Plane | None
-    """None is storage."""
+    """None: storage."""
     source_units: Units
     target_units: Units
-    """Empty where storage is the target."""
+    """Empty if storage is the target."""
     leases: list[Lease]
-    """Who waits for it: the one it was started for, and those that came to it meanwhile (T09)."""
+    """The leases that wait for it: the one that started it, and those that joined later (T09)."""
     handover: Handover | None
     path: Units
-    """Units of the source's plane above those that are copied; held, as in a lease, because what
-    is held must have only held ones above."""
+    """Units of the source's plane above the copied ones. Held, as in a lease, because a held unit
+    must have only held units above it."""
 
 
 class UnitTransfers:
-    """Everything that is under way between tiers."""
+    """All copies in progress between tiers."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
@@ -70,9 +71,9 @@ class UnitTransfers:
         self._outbox: list[Copy] = []
         self._next_id = 1
         self.moving: set[tuple[int, int]] = set()
-        """(plane, unit) of sources under way, so that each copy is started once."""
+        """(plane, unit) of sources being copied, so that each copy is started once."""
         self.loading: dict[tuple[int, int], tuple[CopyId, int]] = {}
-        """Of those, the ones on their way to the device: the copy, and the unit it fills."""
+        """Those being copied to the device: the copy, and the unit that it fills."""
         self.num_failed_units = 0
 
     @property
@@ -84,7 +85,7 @@ class UnitTransfers:
         return iter(self._moves.values())
 
     def take_intents(self) -> tuple[Copy, ...]:
-        """Copies to be started with the step being planned."""
+        """Copies to start with the step being planned."""
         intents, self._outbox = tuple(self._outbox), []
         return intents
 
@@ -105,9 +106,9 @@ class UnitTransfers:
         hashes: tuple[bytes, ...] = (),
         is_overlapped: bool = False,
     ) -> None:
-        """Hold both ends and put the intent out. The target's units are the caller's no longer.
+        """Hold both ends and queue the intent. The target's units no longer belong to the caller.
 
-        To a hand-over nothing may be added once its first intents have been taken.
+        Nothing may be added to a hand-over once its first intents have been taken.
         """
         path = self._path(spots, source, source_units)
         leases = [] if lease is None else [lease]
@@ -138,13 +139,13 @@ class UnitTransfers:
         )
 
     def join(self, copy_id: CopyId, lease: Lease) -> None:
-        """Another lease waits for a copy that is under way."""
+        """Another lease waits for a copy in progress."""
         self._moves[copy_id].leases.append(lease)
         lease.num_loads += 1
 
     def acknowledge(self, done: CopyDone) -> list[Move]:
-        """A copy has ended. Gives what is settled with it: nothing if it is unknown, or if others
-        of its hand-over are still under way, and then both of its ends stay held."""
+        """A copy has ended. Returns the copies that are settled with it. None if it is unknown, or
+        if others of its hand-over are still in progress; both of its ends then stay held."""
         move = self._moves.get(done.copy_id)
         if move is None:
             return []
@@ -157,13 +158,13 @@ class UnitTransfers:
         return [self._settle(handover.answers[copy_id]) for copy_id in handover.copy_ids]
 
     def handed_over_with(self, copy_id: CopyId) -> tuple[CopyId, ...]:
-        """Copies under way that are acknowledged together with this one, itself included; for
+        """Copies in progress that are acknowledged together with this one, including itself; for
         tests."""
         handover = self._moves[copy_id].handover
         return (copy_id,) if handover is None else tuple(handover.copy_ids)
 
     def _settle(self, done: CopyDone) -> Move:
-        """Publish what arrived, let go of both ends."""
+        """Publish what arrived and release both ends."""
         move = self._moves.pop(done.copy_id)
         pools = self._index.pools
         if move.target is not None:
@@ -200,7 +201,7 @@ class UnitTransfers:
         return above[~np.isin(above, source_units)]
 
     def _publish(self, move: Move, node: Node, first: int, at: int, end: int) -> None:
-        """Units `at` to `end` of a copy, which are of a node's pages from place `first` on."""
+        """Publish units `at` to `end` of a copy, for a node's pages from `first` on."""
         plane = move.target
         assert plane is not None
         units = move.target_units[at:end]
@@ -213,17 +214,17 @@ class UnitTransfers:
             for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
                 self._index.add(node, plane.index, run, units[run - first])
             return
-        # What it continues has gone, or is to come with another copy that a lease waits for. Who
-        # has the pages all the same publishes them with its next one.
+        # The page before it is gone, or will arrive with another copy that a lease waits for. A
+        # lease that has the pages publishes them with its next one.
         for place in places.tolist():
             depth = node.first + place
             for lease in self._holders(move, plane, depth, int(units[place - first])):
                 lease.num_published_pages = min(lease.num_published_pages, depth)
 
     def _hold_path(self, move: Move, plane: Plane, lease: Lease) -> None:
-        """Before a lease's units become findable: it holds what others have put above them or in
-        their place, since what is held must have only held ones above. Its copies arrive in any
-        order, so that what it has above these may be on its way, and come too late there."""
+        """Before a lease's units become findable, it holds what others have put above them or in
+        their place: a held unit must have only held units above it. Its copies arrive in any order,
+        so its own units above may arrive later, and too late to be published."""
         if not lease.is_open:
             return
         table = lease.tables[plane.family_index]
@@ -242,7 +243,7 @@ class UnitTransfers:
             lease.duplicates += ((plane.index, others),)
 
     def _holders(self, move: Move, plane: Plane, depth: int, unit: int) -> list[Lease]:
-        """Of those that wait for a copy, who has this unit of it for a page."""
+        """The waiting leases of a copy that have this unit for a page."""
         return [
             lease
             for lease in move.leases
@@ -252,7 +253,7 @@ class UnitTransfers:
         ]
 
     def _distrust(self, move: Move, done: CopyDone) -> None:
-        """What could not be read from the host is not worth finding again."""
+        """Units that could not be read from the host must not be found again."""
         source = move.source
         if source.tier is not Tier.HOST:
             return
@@ -266,8 +267,8 @@ class UnitTransfers:
 
 
 def _runs(spots: Sequence[Spot], arrived: Bools) -> Iterator[tuple[Node, int, int, int]]:
-    """Pages behind each other in one node that have arrived: the node, the first one's place in it,
-    and which of the copy's units they are, up to which. Those that have left the tree are not."""
+    """Consecutive pages of one node that have arrived: the node, the position of the first, and the
+    range of the copy's units. Pages that have left the tree are skipped."""
     at = 0
     while at < len(spots):
         spot = spots[at]

@@ -1,10 +1,10 @@
 """A compressed radix tree over whole pages of tokens, with the units of each page by plane.
 
-A child is found by (owner, tokens of its first page), so two sequences part at the first page that
-differs in either: there is no sentinel page and no depth offset. Matching compares tokens
+A child is found by (owner, tokens of its first page), so two sequences diverge at the first page
+that differs in either. There is no sentinel page and no depth offset. Matching compares tokens
 exactly and changes nothing. Depths count pages from the root.
 
-Structure only: knows tokens and unit numbers; not who holds a unit, nor when one is evicted.
+Structure only: knows tokens and unit numbers, but not the holders of a unit or when it is evicted.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TOKEN_BYTES = 4
 ChildKey = tuple[Owner, bytes]
 Indices = npt.NDArray[np.intp]
 PageRange = slice | Indices
-"""Pages of one node, counted from its own first."""
+"""Pages of one node, counted from its first."""
 
 
 class PrefixMark:
-    """Why some nodes are to be kept (`retention.py`). Shared by all nodes that one range of a
-    request marks."""
+    """A reason to keep some nodes (`retention.py`). Shared by all nodes that one range of a request
+    marks."""
 
     __slots__ = ("is_over", "nodes", "num_pages", "priority", "serial", "tenant", "until_s")
 
@@ -41,9 +41,9 @@ class PrefixMark:
         self.serial = serial
         """Order of creation."""
         self.num_pages = 0
-        """Of its nodes, when they were marked."""
+        """Pages of its nodes when they were marked."""
         self.nodes: list[Node] = []
-        """That it was given to; some may have another by now, or have left the tree."""
+        """Nodes that it was given to; some may have another by now, or have left the tree."""
         self.is_over = False
 
 
@@ -88,51 +88,51 @@ class Node:
         serial: int,
     ) -> None:
         self.parent = parent
-        """None for the root. A node that has left the tree keeps it, so that whoever still points
-        here finds the nearest node that is left."""
+        """None for the root. A node that has left the tree keeps it, so that code with a reference
+        finds the nearest node still in the tree."""
         self.is_attached = True
         self.owner = owner
-        """None for the root alone."""
+        """None only for the root."""
         self.first = first
         """Depth of the first page of this node."""
         self.keys = keys
         self.hashes = hashes
-        """HASH_BYTES per page where anything wants them, else empty."""
+        """HASH_BYTES per page if hashes are needed, otherwise empty."""
         self.units = units
         """For each plane, one unit or ABSENT per page."""
         self.num_pages = len(units[0])
         self.end = first + self.num_pages
         """Depth just past the last page."""
         self.counts = [0] * len(units)
-        """For each plane, how many units there are."""
+        """For each plane, the number of units."""
         self.below = [0] * len(units)
-        """For each plane, how many children have any."""
+        """For each plane, the number of children with any."""
         self.step_id = step_id
-        """The step that fills these pages; they can be relied on once it has committed."""
+        """The step that fills these pages; they are reliable once it has committed."""
         self.serial = serial
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
-        """When this node, or anything that has gone from below it, was last used."""
+        """When this node, or anything removed from below it, was last used."""
         self.last_resumed = 0
-        """When a request last went on from its end or a little behind, or ended there: what counts
-        where a family reads only what is near."""
+        """When a request last continued from its end or a little after it, or ended there: the use
+        that counts for a family with a window."""
         self.last_arrived = 0
-        """When a copy to the host last ended here or below; counts as use there alone."""
+        """When a copy to the host last ended here or below; counts as use only there."""
         self.num_hits = 0
-        """Requests that resumed from here, or from what has gone from below it."""
+        """Requests that resumed from here, or from anything removed from below it."""
         self.is_fork = False
-        """Whether requests have gone on from here in more ways than one, or have asked for it
-        again as it is; or from anything that has gone from below it."""
+        """Whether requests have continued from here in more than one way, or have repeated it
+        unchanged; also counts what was removed from below it."""
         self.is_repeated = False
-        """Whether a request has found its prompt up to here, and nothing to add."""
+        """Whether a request has found its prompt up to here, with nothing to add."""
         self.prompt_end = 0
-        """The boundary within this node where the newest prompt ended; 0 if none did."""
+        """The boundary in this node at which the newest prompt ended; 0 if none did."""
         self.mark: PrefixMark | None = None
-        """The newest one, perhaps over."""
+        """The newest mark, which may have ended."""
         self.queued = 0
-        """Bit set of the eviction queues that have this node, by plane: those that know all, then
-        those of what can be spared."""
+        """Bit set of the eviction queues that have this node, by plane: first the main queues, then
+        those of spare units."""
 
     @property
     def is_marked(self) -> bool:
@@ -144,11 +144,11 @@ class Node:
 
 
 class Walk(NamedTuple):
-    """The path that a prompt's tokens lead along."""
+    """The path of a prompt's tokens."""
 
     nodes: Sequence[Node]
     depth: int
-    """Pages matched; the last node may be matched in part."""
+    """Pages matched; the last node may match in part."""
 
 
 class PrefixTree:
@@ -161,16 +161,17 @@ class PrefixTree:
         empty = [np.empty(0, np.intp) for _ in range(num_planes)]
         self.root = Node(None, None, 0, b"", b"", empty, StepId(0), 0)
         self.by_namespace: dict[Namespace, dict[int, Node]] = {}
-        """Nodes of a namespace whose parent is of another, by serial: where it begins."""
+        """By serial: nodes of a namespace whose parent belongs to another, where the namespace
+        starts."""
         self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
-        """By salt and tokens of a first page: how many owners have it."""
+        """By salt and tokens of a first page: the number of owners."""
 
     def walk(
         self, key: PrefixKey, keys: bytes, max_pages: int
     ) -> tuple[list[Node], int, ChildKey | None]:
-        """Follow the first `max_pages` of `keys`, those of a whole prompt: gives the nodes on their
-        way, how many pages that is (of the last node maybe a part), and how the tree would know
-        the page behind them, or None where no more were asked for."""
+        """Follow the first `max_pages` of `keys`, the tokens of a whole prompt. Returns the nodes
+        on the path, their number of pages (the last node may match in part), and the tree's key of
+        the next page, or None if no more were requested."""
         nodes: list[Node] = []
         node = self.root
         depth, size = 0, self._page_bytes
@@ -195,11 +196,11 @@ class PrefixTree:
         return nodes, depth, None
 
     def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
-        """Whether the page behind a walk, which its owner does not have, is known of another one:
-        an adapter's or the base model's.
+        """Whether another owner, an adapter or the base model, has the page after a walk, which its
+        own owner lacks.
 
-        Never another tenant's (salt): who may not read what others have cached must not learn of it
-        either. Behind the first page, where an adapter takes over, base is asked alone.
+        Never checks another tenant (salt): a tenant must not learn what others have cached. After
+        the first page, where an adapter takes over, only base is checked.
         """
         if walk.depth == 0:
             return self.first_pages[key.at(0).namespace.salt, page] > 0
@@ -223,9 +224,9 @@ class PrefixTree:
     ) -> list[Node]:
         """Make a path for pages [first, end) of a sequence, whose tokens are `keys`.
 
-        `start` covers depth `first` or reaches just up to it. Returns the nodes that cover those
-        pages, in order; the new ones have no units yet. With `lengthen`, a leaf is made longer
-        where that is possible instead of adding a node of `step`.
+        `start` covers depth `first` or ends there. Returns the nodes that cover those pages, in
+        order; new ones have no units yet. With `lengthen`, a leaf is extended if possible instead
+        of adding a node of `step`.
         """
         node = start
         while node.first >= first and node.parent is not None:
@@ -275,7 +276,7 @@ class PrefixTree:
             node.parent.below[plane] += 1
 
     def clear_units(self, node: Node, plane: int, places: Indices) -> Units:
-        """Take the units of these pages out; gives them."""
+        """Remove and return the units of these pages."""
         removed = node.units[plane][places]
         node.units[plane][places] = ABSENT
         node.counts[plane] -= len(places)
@@ -286,7 +287,7 @@ class PrefixTree:
     def split(self, node: Node, depth: int) -> Node:
         """Cut a node in two at `depth`; returns the new upper part.
 
-        The lower part keeps the object, so that whoever points at the end of the run still does.
+        The lower part keeps the object, so references to the end of the run stay valid.
         """
         parent = node.parent
         assert parent is not None
@@ -331,8 +332,7 @@ class PrefixTree:
     def cut(self, node: Node, depth: int) -> list[Node]:
         """Remove every page from `depth` on that is reached through `node`.
 
-        Returns what has left the tree, with its units; what `node` itself loses is in a node made
-        for the purpose.
+        Returns the removed nodes with their units; a new node holds what `node` itself loses.
         """
         removed = [gone for child in list(node.children.values()) for gone in self._prune(child)]
         if depth <= node.first:
@@ -380,7 +380,7 @@ class PrefixTree:
         return removed
 
     def _trim(self, node: Node, count: int) -> Node:
-        """Keep the first `count` pages of a leaf; gives the rest."""
+        """Keep the first `count` pages of a leaf; returns the rest."""
         cut = count * self._page_bytes
         rest = Node(
             node.parent,
@@ -407,7 +407,7 @@ class PrefixTree:
         return rest
 
     def lengthen(self, node: Node, keys: bytes, more: list[Units]) -> None:
-        """Give a leaf more pages. Whoever brings units counts them."""
+        """Add pages to a leaf. The caller that adds units counts them."""
         count = len(more[0])
         node.keys += keys
         node.units = [np.concatenate(both) for both in zip(node.units, more, strict=True)]
@@ -417,7 +417,7 @@ class PrefixTree:
     def add(
         self, parent: Node, page: ChildKey, keys: bytes, units: list[Units], step: StepId
     ) -> Node:
-        """A new leaf, whose first page is `page`. Whoever brings units counts them."""
+        """A new leaf, whose first page is `page`. The caller that adds units counts them."""
         self._serial += 1
         owner, first_page = page
         namespace = owner.namespace
@@ -438,7 +438,7 @@ class PrefixTree:
         offset, at = (depth - node.first) * size, index * size
         if node.keys[offset : offset + count * size] == keys[at : at + count * size]:
             return count
-        # The runs differ somewhere: halve towards the first page that does.
+        # The runs differ: bisect to the first page that differs.
         low, high = 0, count
         while high - low > 1:
             middle = (low + high) // 2
@@ -452,7 +452,7 @@ _ABSENTS = np.full(1024, ABSENT, np.intp)
 
 
 def absent(count: int) -> Units:
-    """So many pages without a unit: a copy of many, which is quicker than filling."""
+    """This many pages without a unit: a copy, which is faster than filling."""
     return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.intp)
 
 

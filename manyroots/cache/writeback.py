@@ -1,6 +1,6 @@
-"""Copying device units to the host, and host units to storage.
+"""Copies device units to the host, and host units to storage.
 
-Chooses what to copy and when, by policy; the copies themselves are `UnitTransfers`'.
+Chooses what to copy and when, by policy; `UnitTransfers` executes the copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from manyroots.ids import Tier
 
 
 class WriteBacker:
-    """Keeps the tiers below the device supplied."""
+    """Copies units to the tiers below the device."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class WriteBacker:
         self._storage = storage
         self._has_host = bool(index.layout.host)
         self._open: dict[int, Handover] = {}
-        """By the serial of a lease: what is handed over for it, till the intents are taken."""
+        """By the serial of a lease: its open hand-over, until the intents are taken."""
 
     def published(self, serial: int, nodes: list[Node]) -> None:
         """These nodes' units, of the lease with this serial, are computed and findable."""
@@ -48,7 +48,7 @@ class WriteBacker:
             self._hand_over(serial, nodes)
 
     def reused(self, serial: int, node: Node) -> None:
-        """The request that has this lease reuses the path down to this node."""
+        """The request with this lease reuses the path down to this node."""
         if self._has_host and self._policies.write_back is WriteBack.REUSED:
             path = [node]
             while path[-1].parent is not None:
@@ -56,7 +56,7 @@ class WriteBacker:
             self._hand_over(serial, path[-2::-1])  # without the root
 
     def sent(self) -> None:
-        """Intents were taken: what comes now is another hand-over."""
+        """Intents were taken: later copies belong to another hand-over."""
         self._open.clear()
 
     def _hand_over(self, serial: int, nodes: Sequence[Node]) -> None:
@@ -75,7 +75,7 @@ class WriteBacker:
                 self.write_back(node, Handover())
 
     def write_back(self, node: Node, handover: Handover) -> None:
-        """Copy to the host what this node has on the device alone."""
+        """Copy to the host what this node has only on the device."""
         if not node.is_attached:
             return
         for plane in self._index.layout.device:
@@ -90,7 +90,7 @@ class WriteBacker:
                 self._move(node, places[:count], plane, host, handover)
 
     def arrived_on_host(self, move: Move) -> None:
-        """Host units were published: hand them on to storage."""
+        """Host units were published: pass them on to storage."""
         if move.target is None or move.target.tier is not Tier.HOST:
             return
         self._publisher.arrived(spot.node for spot in move.spots)
@@ -114,7 +114,7 @@ class WriteBacker:
             )
 
     def _ready(self, plane: Plane, node: Node, places: Indices) -> Indices:
-        """Of these pages, those whose unit is filled and not on its way already."""
+        """The pages whose unit is filled and not being copied already."""
         index, moving = plane.index, self._transfers.moving
         units = node.units[index][places].tolist()
         is_ready = [
@@ -133,7 +133,7 @@ class WriteBacker:
     def _move(
         self, node: Node, places: Indices, plane: Plane, host: Plane, handover: Handover
     ) -> None:
-        # Making room may have cut the node; what is left of it is what can be copied.
+        # Making room may have cut the node; copy what is left of it.
         units = node.units[plane.index][places]
         taken = self._index.pools[host.index].take(len(places))
         spots = tuple(Spot(node, node.first + int(place)) for place in places)

@@ -35,9 +35,9 @@ _UNBROKEN = re.compile(r"\]\(|`[^`]{40,}`")
 _ALLOWED = re.compile(r"behind (?:a|the|your) proxy", re.I)
 
 ROOMS = (
-    "api", "bench", "cli", "conformance", "distributed", "engine", "files", "gateway", "grammar",
-    "kernels", "layers", "llm", "lora", "models", "observe", "process", "ray", "routing",
-    "runner", "simulate", "store", "text", "*.py",
+    "api", "bench", "cache", "cli", "conformance", "distributed", "engine", "files", "gateway",
+    "grammar", "kernels", "layers", "llm", "lora", "models", "observe", "process", "ray",
+    "routing", "runner", "simulate", "store", "text", "*.py",
 )  # fmt: skip
 """Rooms of manyroots/ whose comments and texts are checked."""
 GENERATED = {ROOT / path for path in QUICK | SLOW}

@@ -1,1 +1,1 @@
-"""The ways a layer remembers. Family names occur nowhere outside this folder."""
+"""The kinds of memory of a layer. Family names occur only in this folder."""

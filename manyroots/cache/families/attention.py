@@ -12,8 +12,8 @@ from manyroots.cache.families.window import SlidingWindow
 def attention_families(
     windows: Sequence[int | None], *, page_size: int, max_model_len: int
 ) -> tuple[Family, ...]:
-    """One for each kind of layers of a model: None sees everything, and so does a window that no
-    sequence outgrows. Names differ."""
+    """One family for each kind of layer of a model. None, or a window that no sequence exceeds,
+    means full attention. Names differ."""
     families: list[Family] = []
     names: list[str] = []
     for window in windows:

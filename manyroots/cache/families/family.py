@@ -1,8 +1,8 @@
-"""What the cache must know of a way to remember: frozen data and a small policy, no state.
+"""What the cache knows of a kind of memory: frozen data and a small policy, no state.
 
-A **unit** is what a family keeps of one page: its keys and values, or the state behind its last
-token. Boundary b lies behind b pages; page i ends at boundary i + 1. Presence arrays have one
-entry per page of a path.
+A **unit** is what a family keeps of one page: its keys and values, or the state after its last
+token. Boundary b comes after b pages; page i ends at boundary i + 1. Presence arrays have one entry
+per page of a path.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from manyroots.step import Bools
 
 @dataclass(frozen=True, slots=True)
 class Family(ABC):
-    """One way a layer remembers, as the cache sees it."""
+    """One kind of memory, for the cache."""
 
     name: str
 
     @property
     @abstractmethod
     def shares_within_step(self) -> bool:
-        """Whether a unit may be read by other rows of the very step that fills it (P02, P08).
+        """Whether other rows may read a unit in the step that fills it (P02, P08).
 
-        True where every layer writes a step's keys and values before any row attends.
+        True if every layer writes a step's keys and values before any row attends.
         """
 
     @property
     @abstractmethod
     def is_ordered(self) -> bool:
-        """Whether a unit is of no use without all units before it."""
+        """Whether a unit is useless without all units before it."""
 
     @property
     @abstractmethod
@@ -41,21 +41,21 @@ class Family(ABC):
 
     @property
     def reach(self) -> int | None:
-        """How many units before a boundary are read by what resumes there, where a path may lack
-        those before; None where any unit may be read, or one stands for all."""
+        """The number of units before a boundary that a request reads when it resumes there, if
+        earlier ones may be missing. None if any unit may be read, or if one unit summarises all."""
         return None
 
     @abstractmethod
     def resumable(self, present: Bools) -> Bools:
-        """Entry i: with these units present, can boundary i + 1 be resumed from?"""
+        """Entry i: whether boundary i + 1 can be resumed from with these units."""
 
     @abstractmethod
     def first_needed(self, num_tokens: int) -> int:
-        """The first page whose unit is read by the token behind `num_tokens` computed ones."""
+        """The first page whose unit the token after `num_computed` tokens reads."""
 
     def most_needed(self, num_tokens: int) -> int | None:
-        """How many units a step of so many tokens needs at most, wherever in a sequence it is; None
-        if all that come before, so that there is no such number."""
+        """The most units that a step of this many tokens needs, anywhere in a sequence. None if it
+        needs all earlier ones."""
         return None
 
 

@@ -1,8 +1,8 @@
-"""Recurrent state: one state stands for all tokens so far; only its checkpoints can be resumed.
+"""Recurrent state: one state summarises all tokens so far; only checkpoints can be resumed from.
 
-A running request has a working state. A checkpoint is a copy of it at a page boundary, taken by
-a step that ends exactly there (C05), where reuse is likely (H12): every `interval` pages, at the
-last whole page of the prompt, and where another prompt was seen to part.
+A running request has a working state. A checkpoint is a copy of it at a page boundary, taken by a
+step that ends exactly there (C05), where reuse is likely (H12). That is every `interval` pages, at
+the last whole page of the prompt, and where another prompt was seen to diverge.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from manyroots.step import Bools
 
 @dataclass(frozen=True, slots=True)
 class RecurrentState(Family):
-    """The state behind a page's last token."""
+    """The state after a page's last token."""
 
     interval: int
-    """A checkpoint at least every so many pages of a prompt."""
+    """Most pages of a prompt between two checkpoints."""
     least_saved: int = 1
-    """Pages that a checkpoint must save whoever resumes from it, beside the one before."""
+    """Pages that a checkpoint must save beyond the previous one."""
 
     @property
     def shares_within_step(self) -> bool:
@@ -36,7 +36,7 @@ class RecurrentState(Family):
 
     @property
     def reach(self) -> int:
-        return 1  # the one state that stands exactly there
+        return 1  # the one state at exactly this boundary
 
     def resumable(self, present: Bools) -> Bools:
         return present

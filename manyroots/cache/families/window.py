@@ -15,7 +15,7 @@ class SlidingWindow(Family):
     """Keys and values of the newest tokens."""
 
     window: int
-    """Tokens that one token sees, itself included."""
+    """Tokens that one token sees, including itself."""
     page_size: int
 
     @property
@@ -44,4 +44,4 @@ class SlidingWindow(Family):
 
     def most_needed(self, num_tokens: int) -> int:
         seen = self.window - 1 + num_tokens
-        return (seen - 2) // self.page_size + 2  # a page begins behind the first token seen
+        return (seen - 2) // self.page_size + 2  # a page starts after the first visible token

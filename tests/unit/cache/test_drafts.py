@@ -130,7 +130,7 @@ def test_p11_a_lease_grows_no_further_before_its_drafts_are_settled() -> None:
     hand = CacheHarness()
     sequence = hand.run(KEY, PROMPT)
     hand.guess(sequence, [0, 1])
-    with pytest.raises(RuntimeError, match="drafts behind token 6"):
+    with pytest.raises(RuntimeError, match="drafts after token 6"):
         hand.cache.extend(sequence.held, 6, 7, StepId(99))
     hand.commit()
     hand.plan(sequence)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from manyroots.conformance.client import ConformanceClient, GreedyAnswer, Party
+from manyroots.conformance.client import MAX_TOKENS, ConformanceClient, GreedyAnswer, Party
 from manyroots.conformance.features import Features
 from manyroots.conformance.prompts import FreshPrompts
 from manyroots.conformance.report import Finding, Verdict, not_judged
@@ -67,10 +67,10 @@ class Judge:
                     noise = max(noise, distance(first, other))
         self._limit = max(_FLOOR, _TIMES_NOISE * noise)
 
-    def cold(self, party: Party, prompt: str) -> GreedyAnswer:
-        """An answer that nothing cached has part in."""
+    def cold(self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS) -> GreedyAnswer:
+        """An answer that is computed without cached tokens."""
         assert self._cold is not None
-        return self._client.ask(self._cold(party), prompt)
+        return self._client.ask(self._cold(party), prompt, max_tokens)
 
     def by_cached(self, party: Party, prompt: str, got: GreedyAnswer, *, most: int = 0) -> Finding:
         """`most`: what the party itself has computed of the prompt before. Nothing is said of a
@@ -97,7 +97,7 @@ class Judge:
         a leak would not be seen."""
         if self._cold is None:
             return not_judged("no way to ask for a cold answer", "outputs")
-        cold = self.cold(party, prompt)
+        cold = self.cold(party, prompt, max(MAX_TOKENS, len(got.tokens)))
         if self.has_found(cold):
             return not_judged("an answer that should be cold found tokens", "outputs")
         apart = distance(got, cold)

@@ -20,6 +20,8 @@ from manyroots.conformance.times import judge_times
 _NUM_PROMPTS = 2
 _BURST = 3
 """Requests of each party that are sent together."""
+_BURST_TOKENS = 32
+"""Long enough that requests which a busy client sends one by one still share steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def together(bench: Bench, writer: Party, reader: Party) -> CheckRow:
         parties = [writer, reader] * _BURST
         with ThreadPoolExecutor(len(parties)) as pool:
             answers: list[GreedyAnswer] = list(
-                pool.map(lambda party: bench.client.ask(party, prompt), parties)
+                pool.map(lambda party: bench.client.ask(party, prompt, _BURST_TOKENS), parties)
             )
         sent, got = answers[::2], answers[1::2]
         findings = [bench.judge.by_outputs(reader, prompt, one, sent[0]) for one in got]

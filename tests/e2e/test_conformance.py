@@ -144,6 +144,10 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     ),
     "reason": (("salts",), {"salts": SALTS | LOOK_ALIKES}),
     "deep": (("deep", "adapters"), {"deep in a prompt": ONE_OF_EACH}),
+    "batch": (
+        ("together", "adapters", "salts"),
+        {"at the same time": {"all -> other", "all -> base"}},
+    ),
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""

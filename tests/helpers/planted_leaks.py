@@ -32,6 +32,7 @@ LEAKS = {
     "unicode": "names and salts are normalised",
     "reason": "why a prompt was cold tells of other tenants' prompts",
     "deep": "a party that knows the first page of a prompt finds all that others have of it",
+    "batch": "all tokens of a step are computed with one adapter",
     "times": "salts share pages, and the answer says that nothing was found",
 }
 
@@ -145,6 +146,18 @@ def _reasons() -> None:
     _after(PrefixTree, "has_elsewhere", has_elsewhere)
 
 
+def _rows_of_a_step() -> None:
+    from manyroots.runner.batch import PersistentBatch
+
+    def token_slots(original: Callable[..., Any], *given: Any) -> Any:
+        slots = original(*given)
+        if is_on("batch") and slots is not None:
+            slots[:] = slots.max()
+        return slots
+
+    _after(PersistentBatch, "_token_slots", token_slots)
+
+
 def _events() -> None:
     from manyroots.engine import kv_events
 
@@ -226,6 +239,14 @@ def _usage() -> None:
 
 _CHANGES: dict[str, tuple[Callable[[], None], ...]] = {
     # The engine's process has imported all of the engine by then, the API's nothing of its routes.
-    "manyroots.engine.wire": (_keys_of_pages, _paths, _keys_in_storage, _reasons, _events, _loads),
+    "manyroots.engine.wire": (
+        _keys_of_pages,
+        _paths,
+        _keys_in_storage,
+        _reasons,
+        _rows_of_a_step,
+        _events,
+        _loads,
+    ),
     "manyroots.api.app": (_names, _tenants, _usage),
 }

@@ -48,7 +48,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyAnswer:
+class Completion:
     """One answer."""
 
     tokens: tuple[str, ...]
@@ -59,6 +59,8 @@ class GreedyAnswer:
     """None: the server does not say."""
     details: Mapping[str, Any]
     """Everything that the server says of the prompt's tokens."""
+    num_accepted: int | None
+    """Tokens of the answer that were drafted and accepted; None: the server does not say."""
     seconds: float
 
 
@@ -76,11 +78,14 @@ class ConformanceClient:
     def close(self) -> None:
         self._http.close()
 
-    def ask(self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS) -> GreedyAnswer:
-        """A greedy completion."""
+    def ask(
+        self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS, seed: int | None = None
+    ) -> Completion:
+        """A greedy completion, or one that is sampled with a seed."""
+        sampling = {"temperature": 0} if seed is None else {"temperature": 1, "seed": seed}
         body = {
-            "model": party.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-            "logprobs": _TOP, **party.fields,
+            "model": party.model, "prompt": prompt, "max_tokens": max_tokens, "logprobs": _TOP,
+            **sampling, **party.fields,
         }  # fmt: skip
         began = time.perf_counter()
         answer = self._post("/v1/completions", body, party.key)
@@ -164,7 +169,7 @@ class ConformanceClient:
             raise RefusedError(f"{method} {path} gave no JSON.", 200) from error
 
 
-def _completion(answer: dict[str, Any], seconds: float) -> GreedyAnswer:
+def _completion(answer: dict[str, Any], seconds: float) -> Completion:
     choice = answer["choices"][0]
     tokens, top = _logprobs(choice.get("logprobs") or {})
     usage = answer.get("usage") or {}
@@ -172,12 +177,15 @@ def _completion(answer: dict[str, Any], seconds: float) -> GreedyAnswer:
     cached = details.get("cached_tokens")
     if cached is None:  # llama.cpp's own field
         cached = (answer.get("timings") or {}).get("cache_n")
-    return GreedyAnswer(
+    return Completion(
         tokens=tokens or (str(choice.get("text", "")),),
         top=top,
         num_prompt_tokens=usage.get("prompt_tokens"),
         num_cached_tokens=cached,
         details=details,
+        num_accepted=(usage.get("completion_tokens_details") or {}).get(
+            "accepted_prediction_tokens"
+        ),
         seconds=seconds,
     )
 

@@ -18,7 +18,7 @@ from manyroots.conformance.events import publishing
 from manyroots.conformance.features import Features, look_at
 from manyroots.conformance.judge import Judge
 from manyroots.conformance.outliving import flood, outliving
-from manyroots.conformance.pairs import Bench, crossing, grafting, timing, together
+from manyroots.conformance.pairs import Bench, crossing, drafting, grafting, timing, together
 from manyroots.conformance.prompts import FreshPrompts
 from manyroots.conformance.reloads import LoadedAdapters, look_alikes, naming, reloading
 from manyroots.conformance.report import CheckRow, exit_code, not_judged, rows_as_json
@@ -27,8 +27,8 @@ from manyroots.errors import ConfigError
 from manyroots.version import __version__
 
 CHECKS = (
-    "adapters", "salts", "keys", "deep", "together", "times", "reloads", "names", "events",
-    "tiers", "restart",
+    "adapters", "salts", "keys", "deep", "together", "drafts", "times", "reloads", "names",
+    "events", "tiers", "restart",
 )  # fmt: skip
 _SHARE_OF_CONTEXT = 0.7
 _PROBE_WORDS = 40
@@ -148,6 +148,7 @@ class _Kit:
             "keys": self._between_keys,
             "deep": lambda: self._each_pair("deep in a prompt", grafting),
             "together": lambda: self._each_pair("at the same time", together),
+            "drafts": lambda: self._each_pair("drafts", drafting),
             "times": lambda: self._each_pair("times", timing),
             "reloads": self._reloads,
             "names": self._names,

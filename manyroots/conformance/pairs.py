@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from manyroots.conformance.client import ConformanceClient, GreedyAnswer, Party, RefusedError
+from manyroots.conformance.client import Completion, ConformanceClient, Party, RefusedError
 from manyroots.conformance.judge import Judge, worst
 from manyroots.conformance.prompts import FreshPrompts
 from manyroots.conformance.report import CheckRow, Finding, not_judged
@@ -22,6 +22,8 @@ _BURST = 3
 """Requests of each party that are sent together."""
 _BURST_TOKENS = 32
 """Long enough that requests which a busy client sends one by one still share steps."""
+
+_DRAFTED_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def together(bench: Bench, writer: Party, reader: Party) -> CheckRow:
         prompt = bench.prompts.draw()
         parties = [writer, reader] * _BURST
         with ThreadPoolExecutor(len(parties)) as pool:
-            answers: list[GreedyAnswer] = list(
+            answers: list[Completion] = list(
                 pool.map(lambda party: bench.client.ask(party, prompt, _BURST_TOKENS), parties)
             )
         sent, got = answers[::2], answers[1::2]
@@ -106,6 +108,24 @@ def together(bench: Bench, writer: Party, reader: Party) -> CheckRow:
         return findings + [bench.judge.by_outputs(writer, prompt, one, got[0]) for one in sent]
 
     return row("at the same time", names(writer, reader), run)
+
+
+def drafting(bench: Bench, writer: Party, reader: Party) -> CheckRow:
+    """Drafts that come from another party's answer. All answers are sampled with one seed: greedy
+    text soon repeats itself, so that drafts from it would be accepted too."""
+
+    def run() -> list[Finding]:
+        prompt, seed = bench.prompts.draw(), bench.rng.randrange(1 << 31)
+        first, last = bench.judge.stranger(reader), bench.judge.stranger(reader)
+        if first is None or last is None:
+            return [not_judged("no way to ask in a fresh namespace", "drafts")]
+        answers = [
+            bench.client.ask(party, prompt, _DRAFTED_TOKENS, seed)
+            for party in (first, writer, last, last)
+        ]
+        return [bench.judge.by_drafts(*answers)]
+
+    return row("drafts", names(writer, reader), run)
 
 
 def timing(bench: Bench, writer: Party, reader: Party) -> CheckRow:

@@ -48,6 +48,7 @@ class LeakyServer:
             "--block-size", str(PAGE_SIZE),
             "--num-gpu-blocks-override", str(NUM_PAGES), "--num-host-pages", "300",
             "--kv-storage", f"file://{home}/kv", "--kv-events-config", json.dumps(events),
+            "--speculative-config", '{"method": "suffix", "adaptive": false}',
             "--enable-lora", "--enable-lora-endpoints", "--lora-dirs", str(home),
             "--lora-modules", f"all={home}/adapters/all", f"other={home}/adapters/other", *flags,
             env=self.leaks.env,
@@ -103,15 +104,17 @@ def leaking(report: dict[str, Any]) -> set[tuple[str, str]]:
 @pytest.mark.slow
 def test_n01_n11_n20_n21_the_kit_finds_nothing_in_the_real_server(server: LeakyServer) -> None:
     """N01, N11, N20, N21, K01, S07: every row is judged and kept apart, but for what can't be seen:
-    who computed a prompt that two tenants of the same weights send together."""
+    which tenant computed a prompt that two of the same weights send together, and drafts that are
+    taken from another adapter's answers, which are wrong ones."""
     report = server.run(*set(CHECKS) - {"times"}, restart=server.restart)
     assert leaking(report) == set()
     assert report["exit_code"] == 0
     unjudged = {(r["check"], r["pair"]) for r in report["rows"] if r["verdict"] == "not judged"}
     assert unjudged == {
-        ("at the same time", "salt one -> salt two"), ("at the same time", "key one -> key two")
+        ("at the same time", "salt one -> salt two"), ("at the same time", "key one -> key two"),
+        ("drafts", "all -> other"), ("drafts", "all -> base"),
     }  # fmt: skip
-    assert len(report["rows"]) == 42
+    assert len(report["rows"]) == 46
 
 
 @pytest.mark.slow
@@ -148,6 +151,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
         ("together", "adapters", "salts"),
         {"at the same time": {"all -> other", "all -> base"}},
     ),
+    "drafts": (("drafts",), {"drafts": ONE_OF_EACH}),
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""

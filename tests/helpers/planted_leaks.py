@@ -33,6 +33,7 @@ LEAKS = {
     "reason": "why a prompt was cold tells of other tenants' prompts",
     "deep": "a party that knows the first page of a prompt finds all that others have of it",
     "batch": "all tokens of a step are computed with one adapter",
+    "drafts": "drafts come from the output of every namespace",
     "times": "salts share pages, and the answer says that nothing was found",
 }
 
@@ -158,6 +159,18 @@ def _rows_of_a_step() -> None:
     _after(PersistentBatch, "_token_slots", token_slots)
 
 
+def _recent_outputs() -> None:
+    from manyroots.scheduler.suffixes import RecentOutputs
+
+    for method in ("add", "of"):
+        _after(
+            RecentOutputs, method,
+            lambda original, outputs, group, *output: original(
+                outputs, (None, None) if is_on("drafts") else group, *output
+            ),
+        )  # fmt: skip
+
+
 def _events() -> None:
     from manyroots.engine import kv_events
 
@@ -245,6 +258,7 @@ _CHANGES: dict[str, tuple[Callable[[], None], ...]] = {
         _keys_in_storage,
         _reasons,
         _rows_of_a_step,
+        _recent_outputs,
         _events,
         _loads,
     ),

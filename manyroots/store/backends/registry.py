@@ -18,6 +18,7 @@ OWN = {
     "file": "manyroots.store.backends.files:Files",
     "redis": "manyroots.store.backends.redis:Redis",
     "rediss": "manyroots.store.backends.redis:Redis",
+    "s3": "manyroots.store.backends.s3:S3",
 }
 
 

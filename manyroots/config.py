@@ -316,8 +316,8 @@ class TierSettings:
     kv_storage: str | None = option(
         None,
         "Persistent storage for pages: file:///path, redis://[:password@]host:port/0 (rediss:// "
-        "for TLS; the password may also be in MANYROOTS_KV_STORAGE_PASSWORD), or the URL of a "
-        "plug-in. Servers of the same model may share it.",
+        "for TLS; the password may also be in MANYROOTS_KV_STORAGE_PASSWORD), s3://bucket/folder, "
+        "or the URL of a plug-in. Servers of the same model may share it.",
     )
     kv_storage_size: float | None = option(
         None, "With file://: maximum GiB of the folder, for all servers together."

@@ -2,7 +2,8 @@
 
 A key with one of these words in it is served so: `status500` always fails, `flaky` fails once per
 object, `slow` sends nothing, `truncated` sends half of its body and hangs up, `redirected` sends
-its caller to another server, `changing` has another ETag in every answer.
+its caller to another server, `changing` has another ETag in every answer. `fault` does the first
+four to every request, whatever its key; `hangup` closes every connection without an answer.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class FaultyS3:
     most_at_once: int = 0
     released: threading.Event = field(default_factory=threading.Event)
     """Ends slow answers."""
+    fault: str = ""
+    """Of every request from now on: `status500`, `slow`, `truncated` or `hangup`."""
+    num_faults: int = 0
+    """Requests that met it."""
 
     @property
     def env(self) -> dict[str, str]:
@@ -82,8 +87,13 @@ def faulty_s3() -> Iterator[FaultyS3]:
         moto.stop()
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    """Connections that wait to be accepted: a full queue loses some for seconds."""
+
+
 def _serve(handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -109,6 +119,7 @@ def _proxy_handler(found: FaultyS3, port: int, elsewhere: str) -> type[BaseHTTPR
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             with lock:
+                found.num_faults += bool(found.fault)
                 found.asked[path] += 1
                 failed[path] += 1
                 alive[0] += 1
@@ -122,7 +133,15 @@ def _proxy_handler(found: FaultyS3, port: int, elsewhere: str) -> type[BaseHTTPR
                 with lock:
                     alive[0] -= 1
 
+        do_PUT = do_HEAD = do_POST = do_DELETE = do_GET  # noqa: N815
+
         def _answer(self, path: str, is_first: bool) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            given = self.rfile.read(length) if length else None
+            if found.fault == "hangup":
+                self.close_connection = True
+                return
+            path += found.fault
             if "status500" in path or ("flaky" in path and is_first):
                 self.send_error(500)
                 return
@@ -135,7 +154,7 @@ def _proxy_handler(found: FaultyS3, port: int, elsewhere: str) -> type[BaseHTTPR
                 self.end_headers()
                 return
             behind = http.client.HTTPConnection("127.0.0.1", port)
-            behind.request("GET", self.path, headers=dict(self.headers.items()))
+            behind.request(self.command, self.path, given, dict(self.headers.items()))
             answer = behind.getresponse()
             body = answer.read()
             self.send_response(answer.status)
@@ -145,9 +164,12 @@ def _proxy_handler(found: FaultyS3, port: int, elsewhere: str) -> type[BaseHTTPR
                 elif name.lower() == "etag":
                     is_other = "changing" in path and "safetensors" in path
                     self.send_header(name, f'"{next(numbers)}"' if is_other else value)
-            self.send_header("Content-Length", str(len(body)))
+            is_head = self.command == "HEAD"
+            size = answer.getheader("Content-Length", "0") if is_head else str(len(body))
+            self.send_header("Content-Length", size)
             self.end_headers()
-            is_cut = "truncated" in path and len(body) > 1 and "safetensors" in path
+            is_cut = "truncated" in path and len(body) > 1
+            is_cut &= "safetensors" in path or bool(found.fault)
             self.wfile.write(body[: len(body) // 2] if is_cut else body)
 
         def log_message(self, *_: object) -> None:

@@ -26,8 +26,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -42,6 +44,7 @@ from manyroots.store import storage_link
 from manyroots.store.backends.files import Files
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.quick_tiers import worth_loading
+from tests.helpers.s3_server import BUCKET, FaultyS3, faulty_s3
 from tests.unit.models.tiny import save_tiny
 from tests.unit.store.tiers import RedisServer, server_program
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -74,10 +77,12 @@ class Bench:
             num_gpu_blocks_override=28, progress_bars=False, **settings,
         )  # fmt: skip
 
-    def on_files(self, folder: Path, **settings: Any) -> LLM:
+    def files_settings(self, folder: Path) -> dict[str, Any]:
         # A busy machine's own delays are no faults.
-        given = {"kv_storage": f"file://{folder}", "kv_storage_timeout_s": PATIENCE_S}
-        return self.engine(**given, **settings)
+        return {"kv_storage": f"file://{folder}", "kv_storage_timeout_s": PATIENCE_S}
+
+    def on_files(self, folder: Path, **settings: Any) -> LLM:
+        return self.engine(**self.files_settings(folder), **settings)
 
     def ask(self, llm: LLM, index: int) -> list[int]:
         return llm.generate([self.prompts[index]], GREEDY)[0].outputs[0].token_ids
@@ -124,24 +129,96 @@ def counted_outages() -> Iterator[Outages]:
 # Values that are not what they were
 
 
-def spoil(bench: Bench, count: int, name: str, damage: Callable[[Path, list[Path]], None]) -> Told:
-    """Damage a stored page of the prompt that is asked for next."""
+class Stored(Protocol):
+    """A value in storage: a file, or an object with a file's methods."""
+
+    def read_bytes(self) -> bytes: ...
+
+    def write_bytes(self, data: bytes) -> object: ...
+
+    def exists(self) -> bool: ...
+
+    def unlink(self) -> None: ...
+
+
+Damage = Callable[[Stored, list[Stored]], None]
+"""Of a value; the others are another prompt's."""
+
+
+@dataclass(frozen=True)
+class Stock:
+    """Settings of an engine on storage, and all values in it."""
+
+    settings: dict[str, Any]
+    values: Callable[[], set[Stored]]
+
+
+StockOf = Callable[[Bench, str], contextlib.AbstractContextManager[Stock]]
+"""Where an engine stores: for a bench, under a name."""
+
+
+@contextlib.contextmanager
+def in_files(bench: Bench, name: str) -> Iterator[Stock]:
     folder = bench.folder / name
+    yield Stock(bench.files_settings(folder), lambda: set(files_of(folder)))
+
+
+@dataclass(frozen=True)
+class S3Object:
+    """With a file's methods."""
+
+    client: Any = field(compare=False)
+    key: str
+
+    def read_bytes(self) -> bytes:
+        return bytes(self.client.get_object(Bucket=BUCKET, Key=self.key)["Body"].read())
+
+    def write_bytes(self, data: bytes) -> None:
+        self.client.put_object(Bucket=BUCKET, Key=self.key, Body=data)
+
+    def exists(self) -> bool:
+        found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=self.key)
+        return bool(found["KeyCount"])
+
+    def unlink(self) -> None:
+        self.client.delete_object(Bucket=BUCKET, Key=self.key)
+
+
+@contextlib.contextmanager
+def in_a_bucket(bench: Bench, name: str) -> Iterator[Stock]:
+    with s3_of(bench) as s3:
+
+        def values() -> set[Stored]:
+            found = s3.client.list_objects_v2(Bucket=BUCKET, Prefix=f"{name}/")
+            return {S3Object(s3.client, each["Key"]) for each in found.get("Contents", ())}
+
+        url = f"s3://{BUCKET}/{name}"
+        yield Stock({"kv_storage": url, "kv_storage_timeout_s": PATIENCE_S}, values)
+
+
+@contextlib.contextmanager
+def s3_of(bench: Bench) -> Iterator[FaultyS3]:
+    with faulty_s3() as s3, mock.patch.dict(os.environ, s3.env):
+        yield s3
+
+
+def spoil(bench: Bench, count: int, name: str, damage: Damage, where: StockOf) -> Told:
+    """Damage a stored page of the prompt that is asked for next."""
     num_faults = num_found = 0
-    with bench.on_files(folder) as llm:
-        owned: list[list[Path]] = []
-        before: set[Path] = set()
+    with where(bench, name) as stock, bench.engine(**stock.settings) as llm:
+        owned: list[list[Stored]] = []
+        before: set[Stored] = set()
         for index in range(NUM_PROMPTS):
             bench.check(llm, index)
-            now = set(files_of(folder))
-            owned.append(sorted(now - before))
+            now = stock.values()
+            owned.append(sorted(now - before, key=str))
             before = now
         while num_faults < count:
             index = num_faults % NUM_PROMPTS
-            files = [path for path in owned[index] if path.exists()]
-            others = [path for path in owned[index - 1] if path.exists()]
-            assert files, "nothing is stored again"
-            damage(bench.rng.choice(files), others)
+            values = [value for value in owned[index] if value.exists()]
+            others = [value for value in owned[index - 1] if value.exists()]
+            assert values, "nothing is stored again"
+            damage(bench.rng.choice(values), others)
             missing = missing_units(llm)
             bench.check(llm, index)
             num_faults += 1
@@ -157,32 +234,33 @@ def missing_units(llm: LLM) -> int:
     return storage.total_missing_units
 
 
-def flipped_bits(bench: Bench, count: int) -> Told:
-    def damage(path: Path, _: list[Path]) -> None:
-        value = bytearray(path.read_bytes())
+def flipped_bits(bench: Bench, count: int, where: StockOf = in_files) -> Told:
+    def damage(stored: Stored, _: list[Stored]) -> None:
+        value = bytearray(stored.read_bytes())
         bit = bench.rng.randrange(8 * len(value))
         value[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(value)
+        stored.write_bytes(bytes(value))
 
-    return spoil(bench, count, "flipped", damage)
-
-
-def truncated_values(bench: Bench, count: int) -> Told:
-    def damage(path: Path, _: list[Path]) -> None:
-        os.truncate(path, bench.rng.randrange(path.stat().st_size))
-
-    return spoil(bench, count, "truncated", damage)
+    return spoil(bench, count, "flipped", damage, where)
 
 
-def foreign_values(bench: Bench, count: int) -> Told:
-    def damage(path: Path, others: list[Path]) -> None:
-        path.write_bytes(bench.rng.choice(others).read_bytes())
+def truncated_values(bench: Bench, count: int, where: StockOf = in_files) -> Told:
+    def damage(stored: Stored, _: list[Stored]) -> None:
+        value = stored.read_bytes()
+        stored.write_bytes(value[: bench.rng.randrange(len(value))])
 
-    return spoil(bench, count, "foreign", damage)
+    return spoil(bench, count, "truncated", damage, where)
 
 
-def deleted_files(bench: Bench, count: int) -> Told:
-    return spoil(bench, count, "deleted", lambda path, _: path.unlink())
+def foreign_values(bench: Bench, count: int, where: StockOf = in_files) -> Told:
+    def damage(stored: Stored, others: list[Stored]) -> None:
+        stored.write_bytes(bench.rng.choice(others).read_bytes())
+
+    return spoil(bench, count, "foreign", damage, where)
+
+
+def deleted_values(bench: Bench, count: int, where: StockOf = in_files) -> Told:
+    return spoil(bench, count, "deleted", lambda stored, _: stored.unlink(), where)
 
 
 # Disks
@@ -265,41 +343,44 @@ def read_only_folder(bench: Bench, count: int) -> Told:
     return disk_faults(bench, count, "read-only", errno.EROFS)
 
 
-# Redis
+# Servers
 
 
-def redis_faults(
-    bench: Bench, count: int, spell: Callable[[RedisServer], Callable[[], RedisServer]]
-) -> Told:
+def outages_of(bench: Bench, count: int, url: str, spell: Callable[[], Callable[[], None]]) -> Told:
     """A server that stops answering at a random moment, and answers again later. `spell` plants the
     fault and gives what ends it."""
-    if not server_program():
-        raise SystemExit("no redis-server on this machine: install Debian's redis-server")
-    server = RedisServer(bench.folder)
     num_faults = turn = 0
-    try:
-        with (
-            counted_outages() as outages,
-            bench.engine(kv_storage=server.url, kv_storage_timeout_s=0.15) as llm,
-        ):
-            while num_faults < count:
-                for _ in range(2):
-                    bench.check(llm, turn % NUM_PROMPTS)
-                    turn += 1
-                end = spell(server)
-                failed = failures(llm)
-                for _ in range(3):
-                    bench.check(llm, turn % NUM_PROMPTS)
-                    turn += 1
-                server = end()
-                num_faults += failures(llm) > failed
-                rest(llm)
-            storage = llm.stats().storage
-    finally:
-        server.stop()
+    with (
+        counted_outages() as outages,
+        bench.engine(kv_storage=url, kv_storage_timeout_s=0.15) as llm,
+    ):
+        while num_faults < count:
+            for _ in range(2):
+                bench.check(llm, turn % NUM_PROMPTS)
+                turn += 1
+            end = spell()
+            failed = failures(llm)
+            for _ in range(3):
+                bench.check(llm, turn % NUM_PROMPTS)
+                turn += 1
+            end()
+            num_faults += failures(llm) > failed
+            rest(llm)
+        storage = llm.stats().storage
     assert storage is not None
     assert outages.num_lines == storage.total_outages
     return {"faults": num_faults, "requests": turn, "outages": storage.total_outages}
+
+
+@contextlib.contextmanager
+def redis_of(bench: Bench) -> Iterator[RedisServer]:
+    if not server_program():
+        raise SystemExit("no redis-server on this machine: install Debian's redis-server")
+    server = RedisServer(bench.folder)
+    try:
+        yield server
+    finally:
+        server.stop()
 
 
 def failures(llm: LLM) -> int:
@@ -316,43 +397,68 @@ def rest(llm: LLM) -> None:
 
 
 def redis_killed(bench: Bench, count: int) -> Told:
-    def spell(server: RedisServer) -> Callable[[], RedisServer]:
-        server.stop()
-        return lambda: RedisServer(bench.folder, port=server.port)
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(redis_of(bench))
 
-    return redis_faults(bench, count, spell)
+        def spell() -> Callable[[], None]:
+            server.stop()
+
+            def end() -> None:
+                nonlocal server
+                server = RedisServer(bench.folder, port=server.port)
+                stack.callback(server.stop)
+
+            return end
+
+        return outages_of(bench, count, server.url, spell)
 
 
 def redis_hung(bench: Bench, count: int) -> Told:
-    def spell(server: RedisServer) -> Callable[[], RedisServer]:
-        server.process.send_signal(signal.SIGSTOP)
+    with redis_of(bench) as server:
 
-        def end() -> RedisServer:
-            server.process.send_signal(signal.SIGCONT)
-            return server
+        def spell() -> Callable[[], None]:
+            server.process.send_signal(signal.SIGSTOP)
+            return lambda: server.process.send_signal(signal.SIGCONT)
 
-        return end
-
-    return redis_faults(bench, count, spell)
+        return outages_of(bench, count, server.url, spell)
 
 
 def redis_slow(bench: Bench, count: int) -> Told:
     """Answers come, later than a request may wait."""
     import redis
 
-    def spell(server: RedisServer) -> Callable[[], RedisServer]:
-        client = redis.Redis(port=server.port)
-        client.client_pause(350)
-        begin = time.monotonic()
+    with redis_of(bench) as server:
 
-        def end() -> RedisServer:
-            time.sleep(max(0.0, 0.4 - (time.monotonic() - begin)))
-            client.close()
-            return server
+        def spell() -> Callable[[], None]:
+            client = redis.Redis(port=server.port)
+            client.client_pause(350)
+            begin = time.monotonic()
 
-        return end
+            def end() -> None:
+                time.sleep(max(0.0, 0.4 - (time.monotonic() - begin)))
+                client.close()
 
-    return redis_faults(bench, count, spell)
+            return end
+
+        return outages_of(bench, count, server.url, spell)
+
+
+def s3_faults(bench: Bench, count: int, fault: str) -> Told:
+    """Every request meets the fault for a while."""
+    with s3_of(bench) as s3:
+
+        def spell() -> Callable[[], None]:
+            s3.released.clear()
+            s3.fault = fault
+
+            def end() -> None:
+                s3.fault = ""
+                s3.released.set()
+
+            return end
+
+        told = outages_of(bench, count, f"s3://{BUCKET}/outages", spell)
+    return told | {"requests_to_s3_that_met_it": s3.num_faults}
 
 
 # Memory
@@ -523,12 +629,20 @@ KINDS: dict[str, Callable[[Bench, int], Told]] = {
     "flipped bits": flipped_bits,
     "truncated values": truncated_values,
     "foreign values": foreign_values,
-    "deleted files": deleted_files,
+    "deleted files": deleted_values,
     "full disk": full_disk,
     "read-only folder": read_only_folder,
     "redis killed": redis_killed,
     "redis hung": redis_hung,
     "redis slow": redis_slow,
+    "s3 flipped bits": partial(flipped_bits, where=in_a_bucket),
+    "s3 truncated values": partial(truncated_values, where=in_a_bucket),
+    "s3 foreign values": partial(foreign_values, where=in_a_bucket),
+    "s3 deleted values": partial(deleted_values, where=in_a_bucket),
+    "s3 truncated answers": partial(s3_faults, fault="truncated"),
+    "s3 errors": partial(s3_faults, fault="status500"),
+    "s3 slow": partial(s3_faults, fault="slow"),
+    "s3 killed": partial(s3_faults, fault="hangup"),
     "host allocation": host_allocation,
     "aborts": aborts,
 }

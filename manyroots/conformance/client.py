@@ -48,7 +48,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CheckedAnswer:
     """One answer."""
 
     tokens: tuple[str, ...]
@@ -80,7 +80,7 @@ class ConformanceClient:
 
     def ask(
         self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS, seed: int | None = None
-    ) -> Completion:
+    ) -> CheckedAnswer:
         """A greedy completion, or one that is sampled with a seed."""
         sampling = {"temperature": 0} if seed is None else {"temperature": 1, "seed": seed}
         body = {
@@ -169,7 +169,7 @@ class ConformanceClient:
             raise RefusedError(f"{method} {path} gave no JSON.", 200) from error
 
 
-def _completion(answer: dict[str, Any], seconds: float) -> Completion:
+def _completion(answer: dict[str, Any], seconds: float) -> CheckedAnswer:
     choice = answer["choices"][0]
     tokens, top = _logprobs(choice.get("logprobs") or {})
     usage = answer.get("usage") or {}
@@ -177,7 +177,7 @@ def _completion(answer: dict[str, Any], seconds: float) -> Completion:
     cached = details.get("cached_tokens")
     if cached is None:  # llama.cpp's own field
         cached = (answer.get("timings") or {}).get("cache_n")
-    return Completion(
+    return CheckedAnswer(
         tokens=tokens or (str(choice.get("text", "")),),
         top=top,
         num_prompt_tokens=usage.get("prompt_tokens"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from manyroots.conformance.client import MAX_TOKENS, Completion, ConformanceClient, Party
+from manyroots.conformance.client import MAX_TOKENS, CheckedAnswer, ConformanceClient, Party
 from manyroots.conformance.features import Features
 from manyroots.conformance.prompts import FreshPrompts
 from manyroots.conformance.report import Finding, Verdict, not_judged
@@ -69,7 +69,7 @@ class Judge:
                     noise = max(noise, distance(first, other))
         self._limit = max(_FLOOR, _TIMES_NOISE * noise)
 
-    def cold(self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS) -> Completion:
+    def cold(self, party: Party, prompt: str, max_tokens: int = MAX_TOKENS) -> CheckedAnswer:
         """An answer that is computed without cached tokens."""
         assert self._cold is not None
         return self._client.ask(self._cold(party), prompt, max_tokens)
@@ -78,7 +78,7 @@ class Judge:
         """The same model and key in a fresh namespace; None where the server has none."""
         return None if self._cold is None else self._cold(party)
 
-    def by_cached(self, party: Party, prompt: str, got: Completion, *, most: int = 0) -> Finding:
+    def by_cached(self, party: Party, prompt: str, got: CheckedAnswer, *, most: int = 0) -> Finding:
         """`most`: what the party itself has computed of the prompt before. Nothing is said of a
         prompt that the party does not find again when it is sent once more, as where a page is
         longer than the prompt."""
@@ -96,7 +96,9 @@ class Judge:
             return not_judged(why, "cached_tokens")
         return Finding("cached_tokens", Verdict.APART, what)
 
-    def by_outputs(self, party: Party, prompt: str, got: Completion, other: Completion) -> Finding:
+    def by_outputs(
+        self, party: Party, prompt: str, got: CheckedAnswer, other: CheckedAnswer
+    ) -> Finding:
         """An answer against a cold one of `party`. Where the other party's answer is like it, too,
         a leak would not be seen."""
         if self._cold is None:
@@ -114,7 +116,7 @@ class Judge:
             return not_judged("the two answer alike", "outputs")
         return Finding("outputs", Verdict.APART, f"logprobs are {apart:.2g} from a cold answer's")
 
-    def by_usage(self, got: Completion, fresh: Completion) -> Finding:
+    def by_usage(self, got: CheckedAnswer, fresh: CheckedAnswer) -> Finding:
         """What is told of a prompt of another party, against one that was never sent."""
         if not got.details and not fresh.details:
             return not_judged("the server tells nothing of prompt tokens", "usage")
@@ -128,7 +130,7 @@ class Judge:
         return Finding("usage", Verdict.APART, "usage is that of a fresh prompt")
 
     def by_drafts(
-        self, before: Completion, sent: Completion, got: Completion, again: Completion
+        self, before: CheckedAnswer, sent: CheckedAnswer, got: CheckedAnswer, again: CheckedAnswer
     ) -> Finding:
         """Accepted drafts of one answer, before and after another party got `sent`; `again` is of
         the party that got it last, which shows whether the server drafts at all."""
@@ -143,7 +145,7 @@ class Judge:
             return not_judged("the two answer differently", "drafts")
         return Finding("drafts", Verdict.APART, what)
 
-    def has_found(self, got: Completion) -> bool | None:
+    def has_found(self, got: CheckedAnswer) -> bool | None:
         """Whether a prompt's own party found it again; None where the server does not say."""
         if self._no_cached is not None or got.num_cached_tokens is None:
             return None
@@ -178,7 +180,7 @@ class Judge:
         return is_cold
 
 
-def distance(one: Completion, other: Completion) -> float:
+def distance(one: CheckedAnswer, other: CheckedAnswer) -> float:
     """The largest difference of a token's logprob, up to where the two go on with other tokens."""
     if not one.top or not other.top:
         return 0.0 if one.tokens == other.tokens else math.inf

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from manyroots.conformance.client import Completion, ConformanceClient, Party, RefusedError
+from manyroots.conformance.client import CheckedAnswer, ConformanceClient, Party, RefusedError
 from manyroots.conformance.judge import Judge, worst
 from manyroots.conformance.prompts import FreshPrompts
 from manyroots.conformance.report import CheckRow, Finding, not_judged
@@ -100,7 +100,7 @@ def together(bench: Bench, writer: Party, reader: Party) -> CheckRow:
         prompt = bench.prompts.draw()
         parties = [writer, reader] * _BURST
         with ThreadPoolExecutor(len(parties)) as pool:
-            answers: list[Completion] = list(
+            answers: list[CheckedAnswer] = list(
                 pool.map(lambda party: bench.client.ask(party, prompt, _BURST_TOKENS), parties)
             )
         sent, got = answers[::2], answers[1::2]

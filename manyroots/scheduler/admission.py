@@ -1,7 +1,7 @@
-"""Who begins: from the queue, over what must be fetched or loaded first, to a row.
+"""Admission: takes requests from the queue, through fetching and loading, to a row.
 
-Owns every request that does not run yet. Claims all that may begin before any is given room, and
-gives back the claims of those that do not fit. Knows nothing of steps that were launched.
+Owns every request that does not run yet. Claims all requests that may start before any gets room,
+and releases the claims of those that do not fit. Knows nothing of launched steps.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.slices import AdapterSlices, Pause
 
 MakeWay = Callable[[Request, PlanBuilder], bool]
-"""Retracts somebody less important than a request; False if nobody is."""
+"""Retracts a request that is less important than the given one; False if there is none."""
 LEAST_IMPORTANT = 2**63
-"""After every importance that a request can have."""
+"""Greater than the importance of any request."""
 
 
 class Admission:
-    """Requests that wait, and their way into the batch."""
+    """Waiting requests, and their way into the batch."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Admission:
         self._loaded: deque[Request] = deque()
         self._is_line_held = False
         """Whether the first waiting request has aged and lacks pages: until it has them, no other
-        begins."""
+        starts."""
         self.total_storage_hit_tokens = 0
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Admission:
     # Coming and going
 
     def queue(self, request: Request) -> None:
-        """A new request: into the queue, or after what storage has for it."""
+        """Add a new request to the queue, or first wait for its pages in storage."""
         if request.hold is not None:
             self.slices.arrive(request.hold.digest)
         if not request.wants_prompt_logprobs and self.fetches.begin(request):
@@ -96,7 +96,7 @@ class Admission:
         self.waiting.push(request)
 
     def remove(self, request: Request) -> None:
-        """A request that does not run is over."""
+        """A request that does not run is finished."""
         if self.bursts.followers.pop(request, None) is not None:
             self.waiting.policy.close(request)
         elif request.state is State.WAITING:
@@ -104,7 +104,7 @@ class Admission:
         elif request.state is State.FETCHING:
             self.waiting.policy.close(request)
         else:
-            # What is on its way is held by the transfer, not by the lease (T08).
+            # The transfer, not the lease, holds units that are being copied (T08).
             if request in self._loading:
                 del self._loading[request]
             else:
@@ -115,30 +115,31 @@ class Admission:
         request.state = State.FINISHED
 
     def copies_ended(self) -> None:
-        """Requests whose units are all there can go on."""
+        """Requests whose units have all arrived can continue."""
         self._push_all(self.fetches.take_answers())
         self._sort_loading()
 
     def lose_patience(self, step_id: StepId) -> None:
-        """Requests that have waited for storage long enough go on without it."""
+        """Requests that have waited long enough for storage continue without it."""
         self._push_all(self.fetches.lose_patience(step_id))
 
     def fetch(self, step_id: StepId) -> None:
-        """Storage is asked for those for which there is room now."""
+        """Ask storage for requests for which there is room now."""
         if self.fetches.in_line:
             self._push_all(self.fetches.ask_in_order(step_id))
 
     def start_over(self) -> None:
-        """What those that load have found may never have been filled: they look again."""
+        """The prefixes that loading requests found may never have been filled: look them up
+        again."""
         self._give_up([*self._loading, *self._loaded])
         self._loading.clear()
         self._loaded.clear()
 
     def give_way(self) -> bool:
-        """Those that run lack room: the last of those that hold what they have loaded and do not
-        run yet gives it back, and waits again. False if nobody does.
+        """Running requests lack memory. The last request that has loaded its units but does not run
+        yet releases them and waits again. False if there is none.
 
-        Its pages are still on the host, while one that runs would have to compute its own again.
+        Its pages are still on the host, while a running request would have to recompute its own.
         """
         if self._loaded:
             request = self._loaded.pop()
@@ -150,7 +151,7 @@ class Admission:
         return True
 
     def _push_all(self, requests: list[Request]) -> None:
-        """These wait for storage no more."""
+        """These requests no longer wait for storage."""
         for request in requests:
             request.state = State.WAITING
             self.waiting.push(request)
@@ -175,13 +176,13 @@ class Admission:
         make_way: MakeWay | None = None,
         least: int = LEAST_IMPORTANT,
     ) -> set[AdapterDigest | None]:
-        """Start those whose units have arrived, then waiting requests in order, until one does
-        not fit. All that may begin are claimed before any is given room (C01). Gives the adapters
+        """Start requests whose units have arrived, then waiting requests in order, until one does
+        not fit. All that may start are claimed before any gets room (C01). Returns the adapters
         whose requests found no room.
 
-        `make_way`: with it, importance counts. A request takes the place of those less important,
-        and while one finds no room, nothing less important begins. `least`: nor does what is less
-        important than this.
+        `make_way`: if given, importance counts. A request takes the row and pages of less important
+        ones, and while one finds no room, nothing less important starts. `least`: nothing less
+        important than this starts either.
         """
         without_room: set[AdapterDigest | None] = set()
         if self._loaded and not self._begin_loaded(builder, least):
@@ -199,7 +200,7 @@ class Admission:
             for index, request in enumerate(claimed):
                 if self._begin(request, builder, claimed[index + 1 :]):
                     continue
-                # It may be the claims behind it that are in its way.
+                # The later claims may be what blocks it.
                 self._give_up(claimed[index + 1 :])
                 if self._begin(request, builder) or self._begin_instead(request, builder, make_way):
                     break
@@ -208,7 +209,7 @@ class Admission:
                     return without_room
                 if make_way is not None and self._importance is not None:
                     least = self._importance(request)
-                # That is no reason to hold back the requests of other adapters (L03).
+                # This must not block requests of other adapters (L03).
                 adapter = request.group[0]
                 is_open.pop(adapter, None)  # claiming may have closed it already
                 self._found_no_room(adapter, without_room)
@@ -218,7 +219,7 @@ class Admission:
     def _begin_first_rows(
         self, builder: PlanBuilder, without_room: set[AdapterDigest | None], least: int
     ) -> None:
-        """Start the first request of each entry that has no row: one was freed for it."""
+        """Start the first request of each entry without a row: one was freed for it."""
         for adapter in list(self.slices.without_row):
             lane = self.waiting.lanes.get(adapter)
             if not self._rows.free or builder.num_tokens_left == 0:
@@ -242,7 +243,7 @@ class Admission:
             self.slices.give_up(adapter)
 
     def choose_adapters(self, step_id: StepId, pause: Pause) -> None:
-        """Which adapters run in this step; pauses requests of others for them."""
+        """Choose the adapters that run in this step; pauses requests of others for them."""
         for request in self.bursts.take_ready():
             self.waiting.push(request)
         self._is_line_held = False
@@ -251,7 +252,7 @@ class Admission:
         self.slices.begin_step(step_id, self._ready, self._has_room, pause)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
-        """Bring the weights that requests need which do not run."""
+        """Load weights for requests that do not run yet."""
         self.slices.prepare(self._ready, without_room)
 
     @property
@@ -259,8 +260,8 @@ class Admission:
         return (*self._loaded, *self._loading)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether there are pages for a waiting request to begin now, those included that less
-        important ones would give it."""
+        """Whether there are pages for a waiting request to start now, including those that less
+        important requests would give up."""
         if request.lease is not None or not self._are_others:
             return True
         if self._is_line_held:
@@ -275,9 +276,9 @@ class Admission:
         return has_room
 
     def _begin_loaded(self, builder: PlanBuilder, least: int) -> bool:
-        """Start those whose units have arrived, in that order, but for those whose adapter has no
-        place now, or that are less important than `least`. False if one finds no room: what runs
-        will make some."""
+        """Start requests whose units have arrived, in that order, except those whose adapter may
+        not run now or that are less important than `least`. False if one finds no room: running
+        requests will make some."""
         for request in list(self._loaded):
             if not self._rows.free or builder.num_tokens_left == 0:
                 return False
@@ -291,7 +292,7 @@ class Admission:
             if self._rows.is_busy:
                 self._loaded.appendleft(request)
                 return False
-            # Nothing will make room but the others that hold what they have loaded.
+            # Only other requests that hold loaded units can make room.
             self._give_up([*self._loaded])
             self._loaded.clear()
             if not self._begin(request, builder):
@@ -306,9 +307,9 @@ class Admission:
         make_way: MakeWay | None,
         least: int,
     ) -> list[Request]:
-        """Take requests off the queue, with what is found for them, as many as may fit; where no
-        row is free, one that takes somebody's. Nobody less important than `least`. Closes lanes
-        that must wait for what a launched step computes."""
+        """Take requests off the queue with their claimed prefixes, as many as may fit. If no row is
+        free, take at most one that displaces another. None is less important than `least`. Closes
+        lanes that must wait for what a launched step computes."""
         claimed: list[Request] = []
         waiting, num_free = self.waiting, len(self._rows.free)
         num_tokens_left = builder.num_tokens_left
@@ -323,8 +324,8 @@ class Admission:
             num_kept = self.slices.num_kept_rows(lane.adapter)
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
-                # Retracted a moment ago, and its last token is not known yet; or the rows that are
-                # left are kept for others.
+                # It was just retracted and its last token is not known yet, or the remaining rows
+                # are reserved for others.
                 del is_open[lane.adapter]
                 order = waiting.lanes_in_order(is_open)
                 continue
@@ -353,8 +354,8 @@ class Admission:
         return lease
 
     def _num_known(self, request: Request, lease: Lease) -> int:
-        """What a tenant is charged for when its request begins: the known tokens that are to be
-        computed, but the last, which is charged for with the token that it samples."""
+        """The tokens that a tenant is charged when its request starts: known tokens that must be
+        computed, except the last. The last is charged with the token that it samples."""
         return request.num_tokens - lease.num_cached_tokens - 1
 
     def _drop_claim(self, request: Request) -> None:
@@ -366,7 +367,7 @@ class Admission:
         request.lease = None
 
     def _give_up(self, claimed: list[Request]) -> None:
-        """Claims of requests that do not fit are given back (C03)."""
+        """Release the claims of requests that do not fit (C03)."""
         for request in reversed(claimed):
             if request.lease is not None:
                 self._drop_claim(request)
@@ -376,7 +377,7 @@ class Admission:
     def _begin_instead(
         self, request: Request, builder: PlanBuilder, make_way: MakeWay | None
     ) -> bool:
-        """Start a claimed request that lacks pages in place of those less important."""
+        """Start a claimed request that lacks pages by displacing less important ones."""
         while (
             make_way is not None
             and self._has_place(request, builder)
@@ -387,7 +388,7 @@ class Admission:
         return False
 
     def _has_place(self, request: Request, builder: PlanBuilder) -> bool:
-        """Whether a request could begin now but for its pages."""
+        """Whether a request could start now if it had pages."""
         adapter = request.group[0]
         if (
             len(self._rows.free) <= self.slices.num_kept_rows(adapter)
@@ -400,7 +401,7 @@ class Admission:
         self, request: Request, builder: PlanBuilder, behind: Sequence[Request] = ()
     ) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room.
-        `behind`: those that were claimed after it."""
+        `behind`: the requests claimed after it."""
         lease = request.lease
         assert lease is not None
         if self._cache.could_find_more(lease):
@@ -417,7 +418,7 @@ class Admission:
             self.bursts.lead(request, lease, (*behind, *queued))
         if not lease.onboarding:
             return self._begin_ready(request, lease, builder)
-        # Alone, it may compute while its pages come; otherwise others would wait for them.
+        # A single request may compute while its pages arrive; otherwise others would wait for them.
         is_alone = builder.is_empty and not self._are_others
         overlaps = is_alone and self._cache.may_overlap(lease)
         if self._cache.onboard(lease, overlaps=overlaps) is Refusal.NO_ROOM:
@@ -429,7 +430,7 @@ class Admission:
         return True
 
     def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
-        """Start a request whose units are there; False if there is no room for what follows."""
+        """Start a request whose units are ready; False if there is no room for what follows."""
         computed = lease.num_cached_tokens
         if self._are_others and not self._could_go_on(request, lease):
             return False
@@ -446,13 +447,13 @@ class Admission:
         return bool(self._rows.running or self.slices.num_paused_requests)
 
     def _could_go_on(self, request: Request, lease: Lease) -> bool:
-        """With others running, begin only what could finish its prompt and a page of output while
-        each of them gets its next page: beginning more would end in retracting some again."""
+        """While others run, start only a request that can finish its prompt and a page of output
+        while each of them gets its next page. Starting more would end in retractions."""
         cache, rows = self._cache, self._rows
         enough = min(request.num_tokens + cache.page_size, self._max_model_len)
         computed, most = lease.num_cached_tokens, self._placer.most_step_tokens
         of_prompts = rows.num_pages_of_prompts() if rows.prompts else 0
-        # Mostly there is room for more than is wanted, and nothing to be counted.
+        # Usually there is more room than needed, and nothing to count.
         wanted = enough + (len(rows.running) + of_prompts) * cache.page_size
         if cache.can_reach(lease, computed, wanted, most):
             return True

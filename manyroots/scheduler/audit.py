@@ -1,4 +1,4 @@
-"""One function per invariant of fetches; each raises AssertionError saying what is wrong.
+"""One function per invariant of fetches; each raises AssertionError with the violation.
 
 For tests and the simulator, which call `audit` after every step. Reads everything.
 """
@@ -12,31 +12,31 @@ from manyroots.scheduler.slices_audit import audit as audit_slices
 
 
 def audit(slices: AdapterSlices, fetches: Fetches) -> None:
-    """Every invariant of the scheduler, those of adapter time slices included."""
-    who_keeps_has_not_begun(fetches)
-    keeps_are_somebodys(fetches)
+    """Every invariant of the scheduler, including those of adapter time slices."""
+    keeps_end_at_the_start(fetches)
+    keeps_have_requests(fetches)
     who_waits_for_storage_is_asked_for_or_in_line(fetches)
     audit_slices(slices)
 
 
-def who_keeps_has_not_begun(fetches: Fetches) -> None:
-    """T04: what came for a request is kept until it begins or is over, and no longer."""
+def keeps_end_at_the_start(fetches: Fetches) -> None:
+    """T04: pages that arrived for a request are kept until it starts or ends, and no longer."""
     for request in fetches.kept:
         is_waiting = request.state in (State.FETCHING, State.WAITING, State.LOADING)
         assert is_waiting, f"something is kept for one that is {request.state.value}"
 
 
-def keeps_are_somebodys(fetches: Fetches) -> None:
-    """T04: nothing is kept that nobody will let go of."""
+def keeps_have_requests(fetches: Fetches) -> None:
+    """T04: every keep belongs to a request that will release it."""
     num_keeps = len(fetches.kept) + sum(t.kept is not None for t in fetches.asked.values())
-    assert num_keeps == fetches.num_open_keeps, "something is kept for nobody"
+    assert num_keeps == fetches.num_open_keeps, "a keep belongs to no request"
 
 
 def who_waits_for_storage_is_asked_for_or_in_line(fetches: Fetches) -> None:
     for request in fetches.fetching:
         assert request.state is State.FETCHING, "one waits for storage and is elsewhere"
         is_known = request in fetches.asked or request in fetches.in_line
-        assert is_known, "one waits for storage that nobody will ask"
+        assert is_known, "a request waits for storage that will never be asked"
     for request in fetches.asked:
         is_waiting = request.state in (State.FETCHING, State.WAITING, State.LOADING)
         assert is_waiting, f"storage is to answer for one that is {request.state.value}"

@@ -1,10 +1,10 @@
-"""Requests that wait until another one has computed what they begin with.
+"""Requests that wait until another one has computed their common prefix.
 
 Layers with a recurrent state share nothing within a step: a state can be restored only after the
-step that saves it. So in a burst with one prefix the first request computes it up to where most
-others part, and saves its state there. The others wait outside the queue, for those steps alone,
-and then resume from that state. Knows no pages and no states: where a step ends, what is saved and
-what is found is up to the cache. Where no layer has a state, nothing waits here.
+step that saves it. In a burst with one prefix, the first request therefore computes it up to the
+point where most others diverge, and saves its state there. The others wait outside the queue for
+those steps only, and then resume from that state. Knows no pages and no states: the cache decides
+where a step ends, what is saved and what is found. If no layer has a state, nothing waits here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
 
 LOOK_AHEAD = 64
-"""With so many requests that wait, at most, one that begins is compared."""
+"""Most waiting requests with which a starting one is compared."""
 
 
 class Bursts:
-    """Who computes a prefix for others, and who waits for it."""
+    """The leaders, which compute a prefix for others, and their followers."""
 
     def __init__(self, cache: PrefixCache, rows: Rows, importance: Importance | None) -> None:
         self._cache = cache
@@ -31,18 +31,17 @@ class Bursts:
         self._page_size = cache.page_size
         self._least = cache.least_shared_pages
         self._leaders: dict[Request, tuple[Lease, int]] = {}
-        """Those that compute for others, with the lease that they do it with, and where the others
-        part from them, in pages."""
+        """Leaders, each with its lease and the number of pages after which the others diverge."""
         self.followers: dict[Request, Request] = {}
-        """Those that wait, and for which request."""
+        """Followers, each with the request that it waits for."""
 
     @property
     def is_on(self) -> bool:
         return self._least > 0
 
     def lead(self, request: Request, lease: Lease, others: Iterable[Request]) -> None:
-        """A request is about to begin: let it stop where its state serves most of `others`, which
-        have not begun."""
+        """A request is about to start: let it stop where its state serves most of `others`, which
+        have not started."""
         self._lead_from(lease.num_cached_tokens // self._page_size, request, lease, others)
 
     def _lead_from(
@@ -52,7 +51,8 @@ class Bursts:
         shared = [pages for pages in shared if pages - num_found >= self._least]
         self._leaders.pop(request, None)
         if shared:
-            # What it saves, by the number of requests that can resume there; the later if equal.
+            # The boundary with the most pages saved, over all requests that can resume there; the
+            # later if equal.
             end = max(
                 set(shared),
                 key=lambda end: ((end - num_found) * sum(each >= end for each in shared), end),
@@ -61,8 +61,8 @@ class Bursts:
             self._leaders[request] = (lease, end)
 
     def follow(self, request: Request, lease: Lease) -> bool:
-        """Whether a claimed request had better wait for one that runs; it is a follower then, and
-        its claim is of no use."""
+        """Whether a claimed request should wait for a running one; it is then a follower, and its
+        claim is released."""
         if request.wants_prompt_logprobs:
             return False
         num_found = lease.num_cached_tokens // self._page_size
@@ -76,18 +76,18 @@ class Bursts:
         return False
 
     def take_ready(self) -> list[Request]:
-        """Followers that need not wait any more, before a step is planned: an earlier one saves
+        """Followers that need not wait any more, before a step is planned: an earlier step saves
         the state, or none ever will."""
         for leader, (lease, end) in list(self._leaders.items()):
             row = leader.row
-            # It may have been retracted or paused, and have begun anew since.
+            # It may have been retracted or paused, and have started again since.
             runs = leader.state is State.RUNNING and leader.lease is lease and row is not None
             num_done = int(self._rows.computed[row]) if runs else 0
             if runs and num_done < end * self._page_size:
                 continue
             del self._leaders[leader]
             if runs:
-                # Some may share more with it than those that part from it here.
+                # Some may share more with it than those that diverge here.
                 waiting = [each for each, awaited in self.followers.items() if awaited is leader]
                 num_done = max(end, num_done // self._page_size)
                 self._lead_from(num_done, leader, lease, waiting)
@@ -109,7 +109,8 @@ class Bursts:
         return importance is not None and importance(leader) > importance(request)
 
     def _shared_pages(self, one: Request, other: Request) -> int:
-        """Pages that both begin with, as far as both can resume: a token is left to compute."""
+        """Pages of their common prefix from which both can resume: one token remains to be
+        computed."""
         size = self._page_size
         end = (min(one.num_tokens, other.num_tokens) - 1) // size
         end = min(end, one.key.common_run(other.key))

@@ -1,8 +1,7 @@
-"""How requests stop running: over for their callers, drained, paused, or retracted to run again.
+"""How requests stop running: finished, drained, paused, or retracted to run again.
 
-Owns those that have left while a launched step still computes them: until that step is done, a
-request that is over keeps its row and pages, and one that was retracted or paused waits for its
-token.
+Owns requests that have left while a launched step still computes them. Until that step is done, a
+finished request keeps its row and pages, and a retracted or paused one waits for its token.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ ENDINGS = {
     FinishReason.ABORT: Ending.LEFT,
     FinishReason.ERROR: Ending.DROPPED,
 }
-"""What is kept of a request for the next turn, by how it ended (H05)."""
+"""What to keep of a request for the next turn, by how it ended (H05)."""
 
 
 class Departures:
-    """Takes rows, pages and adapters back."""
+    """Takes back rows, pages and adapters."""
 
     def __init__(
         self,
@@ -49,7 +48,8 @@ class Departures:
         self.num_retractions = 0
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """The request is over for its caller; its pages go when no launched step writes them."""
+        """The request is finished for its caller; its pages are freed when no launched step writes
+        them."""
         if request.state is State.PAUSED:
             self._policy.close(request)
             self._forget_pause(request, ENDINGS[reason])
@@ -69,32 +69,33 @@ class Departures:
                 self._close(request)
 
     def drained(self, request: Request) -> None:
-        """Let a request go that is over, once no launched step computes it."""
+        """Release a finished request once no launched step computes it."""
         if request.row is not None and not self._rows.is_in_flight(request.row):
             del self.leaving[request.tenancy]
             self._close(request)
 
     def _close(self, request: Request) -> None:
-        """A request is over, and nothing computes it."""
+        """A request is finished, and nothing computes it."""
         self._give_back(request, Ending.DROPPED if request.is_broken else request.ending)
         request.state = State.FINISHED
         self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
-        """A request is over: its adapter may be, too, and then so are its pages."""
+        """A request is finished: its adapter may be unloaded with it, and then its pages are
+        dropped."""
         hold, request.hold = request.hold, None
         if hold is not None:
             self._slices.leave(hold.digest)
             self.release(hold)
 
     def release(self, hold: Hold) -> None:
-        """Nobody holds this any more: what only it needed is gone from the cache, too."""
+        """Nothing holds this adapter content any more: drop what only it needed from the cache."""
         for digest in self._adapters.release(hold):
             self._cache.evict_adapter(digest)
 
     def retract(self, request: Request, step_id: StepId) -> None:
-        """Back to the head of the queue. What it published stays findable, so that it resumes
-        from there; its draws depend on (seed, position), so its tokens stay the same."""
+        """Return a request to the head of the queue. Its published pages stay findable, so it
+        resumes from there. Its draws depend on (seed, position), so its tokens stay the same."""
         if request.state is State.PAUSED:
             self._forget_pause(request, Ending.FINISHED)
         else:
@@ -115,7 +116,7 @@ class Departures:
         request.state = State.PAUSED
 
     def _forget_pause(self, request: Request, ending: Ending) -> None:
-        """A paused request will not resume from where it is."""
+        """A paused request will not resume from its position."""
         assert request.lease is not None
         self._cache.release(request.lease, ending)
         request.lease = None
@@ -147,5 +148,5 @@ class Departures:
             del self.leaving[request.tenancy]
 
     def member(self, row: int, tenancy: int) -> Request:
-        """Whose tenancy of a row it was."""
+        """The request with this tenancy of a row."""
         return self.leaving.get(tenancy) or self._rows.request_at(row)

@@ -1,19 +1,20 @@
-"""What storage has of requests that wait: who it is asked for, and who keeps what came (T04).
+"""Pages in storage for waiting requests: which requests to ask for, and which keep what arrived
+(T04).
 
-In: new requests, answers, who begins and who is over. Out: who need not wait for storage (any
-more). What came for a request is kept on the host until it begins or is over. Where the host has no
-room for a question, its request stands in line, and is asked for in order as room comes.
+In: new requests, answers, and requests that start or end. Out: requests that no longer wait for
+storage. Pages that arrived for a request are kept on the host until it starts or ends. If the host
+has no room for a question, its request stands in line, and is asked for in order when there is
+room.
 
-Nobody waits here for ever, and no two for each other:
+No request waits forever, and no two wait for each other:
 
-- Who stands in line keeps nothing: room for all that a request lacks is taken at once or not.
-- Who keeps something waits for rows, pages and its adapter, which those that stand in line have
-  none of.
-- Room that is kept by those whose turn does not come (they are less important, or their adapter
-  does not run) goes to the first in line. And where those that keep it do not begin although there
-  are rows, all in line go on to the queue: they are still asked for as room comes, if that is in
-  time.
-- A prompt that is larger than the host waits for what is under way alone, and takes what fits.
+- A request in line keeps nothing: room for everything that it lacks is taken at once or not.
+- A request that keeps pages waits for rows, pages and its adapter, none of which a request in line
+  has.
+- Memory that is kept for requests that cannot start (they are less important, or their adapter
+  does not run) goes to the first in line. If requests that keep pages do not start although there
+  are rows, all in line move to the queue. Storage is still asked for them when there is room.
+- A prompt that is larger than the host waits only for fetches in progress, and takes what fits.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.slices import AdapterSlices
 
 MOST_STALLED_STEPS = 64
-"""Steps in which nothing comes from storage, nobody that keeps something begins although there are
-rows, and the first in line finds no room: then nobody waits in line."""
+"""Steps without progress: nothing arrives from storage, no request with kept pages starts although
+there are rows, and the first in line finds no room. After this many, no request waits in line."""
 
 
 class Fetches:
-    """Requests that wait for storage, and what is kept for those that wait for their turn."""
+    """Requests that wait for storage, and pages kept for requests that wait to start."""
 
     def __init__(
         self,
@@ -50,17 +51,18 @@ class Fetches:
         self._rows = rows
         self._importance = waiting.policy.importance
         self.fetching: dict[Request, None] = {}
-        """Who is not in the queue yet, because of storage."""
+        """Requests that are not in the queue yet, because of storage."""
         self.asked: dict[Request, Ticket] = {}
-        """What storage has not answered yet, be it that its request has lost patience."""
+        """Open questions to storage, including those whose request no longer waits."""
         self.kept: dict[Request, Keep] = {}
-        """What came for requests that have not begun."""
+        """Pages that arrived for requests that have not started."""
         self._lines: dict[GroupKey, Line] = {}
-        """By adapter and tenant: who is not asked for yet, be it that it waits in the queue."""
+        """By adapter and tenant: requests not asked for yet, including those in the queue."""
         self.in_line: set[Request] = set()
         self._num_stalled_steps = 0
         self._refused: tuple[Request, bool, list[tuple[int, int]]] | None = None
-        """Who found no room last, whether anything was under way, and how much room there was."""
+        """The last request without room, whether anything was in progress, and the room at that
+        time."""
 
     def __len__(self) -> int:
         return len(self.fetching)
@@ -68,14 +70,14 @@ class Fetches:
     # Coming and going
 
     def begin(self, request: Request) -> bool:
-        """A new request: ask for it, in its order. False if it need not wait for that."""
+        """Ask storage for a new request, in order. False if it need not wait for that."""
         is_waiting = self._ask_or_stand(request)
         if is_waiting:
             self.fetching[request] = None
         return is_waiting
 
     def end(self, request: Request) -> None:
-        """A request begins, or is over."""
+        """A request starts or ends."""
         self.fetching.pop(request, None)
         if request in self.in_line:
             self._leave_line(request)
@@ -85,48 +87,48 @@ class Fetches:
         self._let_go(request)
 
     def loads(self, request: Request) -> None:
-        """A request loads what was found: nothing more is asked for, and what came is kept till it
-        begins, since it may have to wait again."""
+        """A request loads what was found: nothing more is asked for. What arrived is kept until it
+        starts, since it may have to wait again."""
         if request in self.in_line:
             self._leave_line(request)
 
     @property
     def has_any(self) -> bool:
-        """Whether anybody is known here."""
+        """Whether any request is known here."""
         return bool(self.in_line or self.asked or self.kept)
 
     @property
     def num_open_keeps(self) -> int:
-        """All that is kept, for whomever; for audits."""
+        """All keeps, for any request; for audits."""
         return self._cache.num_keeps
 
     # Answers
 
     def take_answers(self) -> list[Request]:
-        """Storage may have answered; gives who need not wait for it any more."""
+        """Storage may have answered; returns requests that no longer wait for it."""
         done = [(request, ticket) for request, ticket in self.asked.items() if ticket.is_done]
-        # All keep what has come for them before anybody asks for more.
+        # All requests keep what has arrived for them before any asks for more.
         for request, ticket in done:
             del self.asked[request]
             request.num_fetched_tokens += ticket.num_found_pages * self._cache.page_size
             self._keep(request)
             if ticket.kept is not None:
                 self._cache.let_go(ticket.kept)
-        # Told of what another had asked for, one may go on to what lies behind.
+        # After another request's answer, one may ask for later pages.
         over = [r for r, t in done if not (t.is_worth_going_on and self._ask_or_stand(r))]
         return self._go_on(over)
 
     def lose_patience(self, step_id: StepId) -> list[Request]:
-        """A step is planned; gives who has waited for storage long enough. It may still be in time
-        for them, while they are in the queue."""
+        """A step is planned; returns requests that have waited long enough for storage. It may
+        still answer in time, while they are in the queue."""
         patience = self._cache.patience_steps
         if patience is None:
             return []
         return self._go_on([r for r in self.fetching if step_id - r.since >= patience])
 
     def ask_in_order(self, step_id: StepId) -> list[Request]:
-        """All have begun that can in this step, and may have left room: ask for those in line until
-        one finds none. Gives who has nothing to wait for."""
+        """All requests that can start in this step have started, and may have left room: ask for
+        those in line until one finds none. Returns requests that have nothing to wait for."""
         over: list[Request] = []
         while (request := self._first(step_id)) is not None:
             ticket, is_refused = self._ask_first(request)
@@ -144,7 +146,7 @@ class Fetches:
         return self._go_on(over)
 
     def _go_on(self, requests: list[Request]) -> list[Request]:
-        """Of these, those that waited for storage; they do so no more."""
+        """The given requests that waited for storage; they no longer do."""
         waited = [request for request in dict.fromkeys(requests) if request in self.fetching]
         for request in waited:
             del self.fetching[request]
@@ -153,7 +155,7 @@ class Fetches:
     # Asking
 
     def _ask_or_stand(self, request: Request) -> bool:
-        """Ask for a request, or have it stand in line; False if there is nothing to ask."""
+        """Ask for a request, or put it in line; False if there is nothing to ask."""
         room = Share.NONE if self.in_line else Share.WHOLE
         ticket = self._ask(request, room)
         if ticket is None:
@@ -174,7 +176,8 @@ class Fetches:
         return ticket
 
     def _ask_first(self, request: Request) -> tuple[Ticket | None, bool]:
-        """Ask for the first in line; what came of it, and whether it must go on standing there."""
+        """Ask for the first in line; returns the ticket, and whether the request must stay in
+        line."""
         is_busy = self._is_busy
         tried = (request, is_busy, self._cache.host_room)
         if tried == self._refused:
@@ -190,8 +193,8 @@ class Fetches:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether anything is on its way that will make room: from storage, or to the device for
-        those that keep it."""
+        """Whether anything in progress will make room: copies from storage, or to the device for
+        requests with kept pages."""
         if self.asked:
             return True
         return any(r.lease is not None and not r.lease.is_ready for r in self.kept)
@@ -199,7 +202,7 @@ class Fetches:
     # Order
 
     def _first(self, step_id: StepId) -> Request | None:
-        """Who is asked for next: one whose adapter has its turn, then as the queue has it."""
+        """The next request to ask for: one whose adapter runs, then in the order of the queue."""
         heads = [line.rank[2] for line in self._lines.values() if line.rank is not None]
         if len(heads) < 2:
             return heads[0] if heads else None
@@ -211,14 +214,14 @@ class Fetches:
         return min(heads, key=rank)
 
     def _standing(self, request: Request, step_id: StepId) -> tuple[bool, int]:
-        """The least comes first, whenever it came. Who has waited for long counts as one whose
-        turn it is: its adapter may not be brought before it is in the queue."""
+        """The smallest comes first, whenever it arrived. A request that has waited long counts as
+        if its adapter ran: its adapter may not be loaded before it is in the queue."""
         is_later = not self._slices.is_open(request.group[0]) and not has_aged(request, step_id)
         return is_later, 0 if self._importance is None else self._importance(request)
 
     def _take_back(self, request: Request, step_id: StepId) -> bool:
-        """Let go of what is kept for one whose turn does not come, for one in line that stands
-        before it; False if there is none. It computes what is gone when its turn comes."""
+        """Release the pages of a request that cannot start, for one that stands before it in line;
+        False if there is none. It recomputes them when it starts."""
         standings = [(self._standing(r, step_id), r.serial, r) for r in self.kept]
         if not standings:
             return False
@@ -238,7 +241,7 @@ class Fetches:
             self._num_stalled_steps = 0
 
     def _keep(self, request: Request) -> None:
-        """Keep what the host has of a request now, in place of what it had."""
+        """Keep what the host has of a request now, instead of what it had."""
         keep = self._cache.keep(request.key, request.tokens)
         self._let_go(request)
         self.kept[request] = keep

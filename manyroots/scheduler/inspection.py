@@ -1,7 +1,7 @@
-"""What the scheduler's requests do now, and what those that do not compute wait for; read-only.
+"""Shows what the scheduler's requests do now, and what waiting ones wait for; read-only.
 
-Takes the scheduler's parts as they are between two steps; gives rows of a table. Everything that
-the page knows of the scheduler is read here. Changes nothing, and keeps nothing.
+Takes the scheduler's parts between two steps; gives rows of a table. This module is the live page's
+only view of the scheduler. Changes nothing, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyroots.scheduler.rows import Rows
 from manyroots.snapshot import RequestView, WaitReason
 
 TenantNumber = Callable[[str | None], int]
-"""Of a salt: a number that stands for it."""
+"""The number that represents a salt."""
 
 _WAITS_FOR = {
     State.FETCHING: (WaitReason.LOAD, "storage is asked for its pages"),
@@ -31,19 +31,19 @@ _WAITS_FOR = {
 
 @dataclass(frozen=True, slots=True)
 class WaitingCauses:
-    """What the last step planned says of requests that did not begin."""
+    """From the last planned step: why requests did not start."""
 
     is_paused: bool
     is_short_of_pages: bool
-    """A request that runs lacked a page, so that none was begun."""
+    """A running request lacked a page, so none was started."""
     without_room: Collection[AdapterDigest | None]
     """Adapters whose next request found no room for its pages."""
     importance: Importance | None
-    """By which requests wait, if the policy has such a thing."""
+    """The policy's order of requests, if it has one."""
 
 
 class SchedulerInspection:
-    """Looks at requests, one after the other."""
+    """Reads requests, one after the other."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class SchedulerInspection:
         self._causes = causes
         self._tenant = tenant
         self._by_adapter: dict[AdapterDigest | None, tuple[WaitReason, str]] = {}
-        """What the next waiting request of each adapter waits for."""
+        """The cause for the next waiting request of each adapter."""
 
     def views(self, requests: Iterable[Request]) -> list[RequestView]:
         waiting = [r for r in requests if r.state is State.WAITING]
@@ -147,7 +147,7 @@ class SchedulerInspection:
 
 
 def count_by_adapter(requests: Iterable[Request]) -> dict[AdapterDigest, Counter[str]]:
-    """How many of each adapter's requests are in each state."""
+    """The number of each adapter's requests in each state."""
     counts: dict[AdapterDigest, Counter[str]] = {}
     for request in requests:
         adapter = request.group[0]

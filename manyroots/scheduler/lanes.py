@@ -1,7 +1,7 @@
 """Waiting requests of one adapter, in the order in which they are taken.
 
-A policy makes the lanes (`policies/`): a plain one is one line, by the policy's key and arrival.
-Knows no other lane and no adapter but its own.
+A policy makes the lanes (`policies/`): a plain lane is one line, by the policy's key and arrival.
+Knows no other lane and no other adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QueueKey = tuple[int, int, Request]
 GroupKey = tuple[AdapterDigest | None, str | None]
 """Adapter and tenant."""
 Importance = Callable[[Request], int]
-"""What a request goes by before its arrival; the less, the sooner."""
+"""The first sort key of a request, before its arrival; smaller is sooner."""
 
 
 class Line:
@@ -31,17 +31,17 @@ class Line:
     def __init__(self, importance: Importance | None = None) -> None:
         self._importance = importance
         self._line: deque[QueueKey] = deque()
-        """Who came behind all that stood in line: nearly everybody."""
+        """Requests that arrived after all others in line: nearly all."""
         self._late: list[QueueKey] = []
-        """A heap of the others, who came back or are more important."""
+        """A heap of the others, which returned or are more important."""
         self._gone: set[Request] = set()
-        """Of those, who waits no more; never the head."""
+        """Removed requests among those; never the head."""
         self.rank: QueueKey | None = None
-        """The place of the next request; None if there is none. Kept, as it is read more often
+        """The key of the next request; None if there is none. Cached, because it is read more often
         than it changes."""
 
     def __len__(self) -> int:
-        """How many places are kept, for tests of what is forgotten."""
+        """The number of stored entries, for tests of removal."""
         return len(self._line) + len(self._late)
 
     def push(self, request: Request) -> None:
@@ -55,7 +55,7 @@ class Line:
             self.rank = place
 
     def discard(self, request: Request) -> None:
-        """A request that is over will not be pushed again."""
+        """A finished request will not be pushed again."""
         if self.rank is not None and self.rank[2] is request:
             self.pop()
         else:
@@ -99,7 +99,7 @@ class Lane(ABC):
     @property
     @abstractmethod
     def rank(self) -> QueueKey | None:
-        """The place of the next request; None if there is none."""
+        """The key of the next request; None if there is none."""
 
     @property
     def head(self) -> Request:
@@ -110,7 +110,7 @@ class Lane(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many wait; a few that are gone may be counted."""
+        """The number of waiting requests; may count a few removed ones."""
 
     @abstractmethod
     def push(self, request: Request) -> None: ...

@@ -1,4 +1,4 @@
-"""A plan being built: one budget for the step, and what was placed so far."""
+"""Builds a plan: the step's budget, and what was placed so far."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Launched:
     num_tokens: Int64s
     samples: Bools
     tenancies: Int64s
-    """Whose tenancy of its row the step was planned for."""
+    """The tenancy of each row that the step was planned for."""
     total_tokens: int
     drafts: dict[int, Int32s] = field(default_factory=dict)
     """By row: the guesses among its tokens."""
     is_ahead: bool = False
     """Whether it was planned while another step ran."""
     may_draft: bool = False
-    """Whether guesses were wanted when it was planned."""
+    """Whether guesses were allowed when it was planned."""
 
 
 class PlanBuilder:
@@ -65,7 +65,7 @@ class PlanBuilder:
         self._rows = rows
         self._decoding = NO_ROWS
         self._placed: list[tuple[int, int, bool]] = []
-        """Row, how many tokens, whether it samples."""
+        """Row, number of tokens, whether it samples."""
         self._arrivals: list[Arrival] = []
         self._growth: list[NewPages] = []
         self._drafts: list[RowDraft] = []
@@ -75,8 +75,8 @@ class PlanBuilder:
         return not self._placed and len(self._decoding) == 0
 
     def decode(self) -> Int64s:
-        """Place everybody who needs one token and nothing of the cache; gives the rows that decode
-        and need pages first. To be called before anything else is placed."""
+        """Place all rows that need one token and nothing of the cache; returns the decoding rows
+        that need pages first. Call this before anything else is placed."""
         self._decoding, growing = self._rows.decode(self.num_tokens_left)
         self.num_tokens_left -= len(self._decoding)
         return growing
@@ -90,7 +90,7 @@ class PlanBuilder:
             self._growth.append(NewPages(family, rows_int32, places, pages.astype(np.int32)))
 
     def place(self, request: Request, lease: Lease, num_tokens: int, end: int) -> None:
-        """The request computes `num_tokens` in this step, and so has computed `end`."""
+        """The request computes `num_tokens` in this step, and `end` tokens in total."""
         row = request.row
         assert row is not None
         samples = self._rows.place(row, request, lease, end)
@@ -98,7 +98,7 @@ class PlanBuilder:
         self.num_tokens_left -= num_tokens
 
     def place_draft(self, row: Row, tokens: Int32s) -> None:
-        """A row that decodes computes its newest token, and these guesses after it."""
+        """A decoding row computes its newest token, and these guesses after it."""
         num_tokens = 1 + len(tokens)
         self._rows.place_draft(row, num_tokens)
         self._placed.append((row, num_tokens, True))
@@ -106,16 +106,16 @@ class PlanBuilder:
         self.num_tokens_left -= num_tokens
 
     def placed_rows(self) -> set[int]:
-        """Who computes in this step already."""
+        """Rows that already compute in this step."""
         return {*(row for row, _, _ in self._placed), *self._decoding.tolist()}
 
     def decoding_rows(self) -> list[int]:
-        """Of those, who computes one token and has published nothing for it."""
+        """Those of them that compute one token and have published nothing for it."""
         rows: list[int] = self._decoding.tolist()
         return rows
 
     def withdraw(self, row: Row) -> None:
-        """Take back what a row that decodes was to compute, and the page that it got for it."""
+        """Withdraw a decoding row's token, and the page that it got for it."""
         is_left = self._decoding != row
         if not is_left.all():
             self._decoding = self._decoding[is_left]
@@ -124,13 +124,13 @@ class PlanBuilder:
             self._growth = [_without(row, growth) for growth in self._growth]
 
     def arrive(self, request: Request, row: Row, lease: Lease, num_computed: int) -> None:
-        """The request takes a row, with everything known of it."""
+        """The request takes a row; everything known of it is sent."""
         submit = request.submit
         sampling = submit.sampling
         if sampling.prompt_logprobs is not None and not request.wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
         self._arrivals.append(
-            Arrival(  # by position: naming its arguments would take as long again
+            Arrival(  # by position: keyword arguments would take twice as long
                 row,
                 submit.request_id,
                 request.tokens,
@@ -146,7 +146,7 @@ class PlanBuilder:
         )
 
     def grow(self, row: Row, extension: Extension) -> None:
-        """A row's tables get longer."""
+        """Extend a row's tables."""
         for family, (first, units) in enumerate(extension):
             if len(units):
                 places = np.arange(first, first + len(units), dtype=np.int32)
@@ -157,7 +157,7 @@ class PlanBuilder:
     def to_plan(
         self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
     ) -> tuple[Plan, Launched]:
-        """The plan, and what is remembered of it until its result comes."""
+        """The plan, and the record of it until its result arrives."""
         rows, count = self._decoding, len(self._decoding)
         rows_int32 = self._rows.to_int32(rows)
         num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
@@ -188,22 +188,22 @@ class PlanBuilder:
 
 
 class Placer:
-    """Places parts of requests in steps: what beginning a request and continuing one share. Does
-    not know who is next, nor what to do when there is no room."""
+    """Places parts of requests in steps: shared by starting and continuing a request. Does not
+    choose the next request, and does not handle a lack of room."""
 
     def __init__(self, settings: SchedulerSettings, cache: PrefixCache) -> None:
         self._most_tokens = settings.long_prefill_token_threshold
         self.most_step_tokens = settings.max_num_batched_tokens
-        """Of one request, at most, in one step."""
+        """Most tokens of one request in one step."""
         if self._most_tokens is not None:
             self.most_step_tokens = min(self.most_step_tokens, self._most_tokens)
         self._cache = cache
 
     def chunk(self, request: Request, lease: Lease, computed: int, builder: PlanBuilder) -> int:
-        """How many of its tokens a request may compute in this step, behind those computed."""
+        """How many tokens a request may compute in this step, after those computed."""
         num_tokens = request.num_tokens - computed
         if num_tokens < 1:
-            num_tokens = 1  # A sequence that decodes has one to compute, known by then or not.
+            num_tokens = 1  # A decoding sequence has one token to compute, known by then or not.
         if num_tokens > builder.num_tokens_left:
             num_tokens = builder.num_tokens_left
         if self._most_tokens is not None:
@@ -213,7 +213,7 @@ class Placer:
     def place(
         self, request: Request, lease: Lease, computed: int, num: int, builder: PlanBuilder
     ) -> None:
-        """The request has what it needs for `num` tokens more: they are computed in this step."""
+        """The request has what it needs for `num` more tokens: they are computed in this step."""
         end = computed + num
         self._cache.announce(lease, request.tokens, end, builder.step_id)
         builder.place(request, lease, num, end)
@@ -226,7 +226,7 @@ def _without(row: Row, growth: NewPages) -> NewPages:
 
 
 def _joined(column: npt.NDArray[Scalar], more: Sequence[int]) -> npt.NDArray[Scalar]:
-    """A column and what comes behind it; quicker than numpy's own way where that is a tuple."""
+    """A column with more entries appended; faster than numpy if these are a tuple."""
     count = len(column)
     joined = np.empty(count + len(more), column.dtype)
     joined[:count] = column

@@ -1,9 +1,9 @@
 """Waiting requests in lanes, one per adapter, in the order of the policy.
 
-A lane that can't begin now (its adapter is loading or does not fit, there is no room) is skipped as
-a whole, so that a waiting request costs nothing while it waits. What is asked here costs O(log n),
-however many requests, tenants and adapters wait, and nothing is kept of a tenant or an adapter that
-has no requests. Deterministic.
+A lane that cannot start a request now (its adapter is loading or does not fit, or there is no room)
+is skipped as a whole, so a waiting request costs nothing. Every operation is O(log n) for any
+number of requests, tenants and adapters. Nothing is kept for a tenant or an adapter without
+requests. Deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request
 
 AGING_STEPS = 64
-"""A request that has waited for its pages for so many steps keeps others from beginning."""
+"""A request that has waited this many steps for its pages keeps others from starting."""
 
 
 def has_aged(request: Request, step_id: StepId) -> bool:
@@ -30,7 +30,7 @@ class WaitingQueue:
     def __init__(self, policy: SchedulingPolicy) -> None:
         self.policy = policy
         self.lanes: dict[AdapterDigest | None, Lane] = {}
-        """Those in which a request waits; to be read only."""
+        """Lanes with waiting requests; read-only."""
         self._order: Ranking[Lane] = Ranking()
         self._count = 0
 
@@ -38,38 +38,38 @@ class WaitingQueue:
         return self._count
 
     def first_lanes(self, count: int) -> list[Lane]:
-        """Those with the lowest keys, whether their requests can begin or not."""
+        """The lanes with the lowest keys, whether their requests can start or not."""
         return self._order.first_few(count)
 
     def keys_of(self, adapters: Iterable[AdapterDigest | None]) -> list[QueueKey]:
-        """The key of each one's next request."""
+        """The key of each adapter's next request."""
         ranks = (self.lanes[adapter].rank for adapter in adapters)
         return [rank for rank in ranks if rank is not None]
 
     def next_adapters(
         self, count: int, resident: Iterable[AdapterDigest]
     ) -> Iterable[AdapterDigest]:
-        """The adapters that come next, at least `count` of them if as many wait."""
+        """The adapters that are next, at least `count` of them if as many wait."""
         lanes = self.lanes
         on_device = [lanes[digest] for digest in resident if digest in lanes]
         chosen = self.policy.next_adapters(self.first_lanes, count, on_device)
         return [lane.adapter for lane in chosen if lane.adapter is not None]
 
     def lanes_in_order(self, is_open: Iterable[AdapterDigest | None]) -> Ranking[Lane]:
-        """Those of some adapters, as far as requests wait in them."""
+        """The lanes of some adapters, if requests wait in them."""
         return Ranking(self.lanes[adapter] for adapter in is_open if adapter in self.lanes)
 
     def next_lane(
         self, order: Ranking[Lane], is_open: Container[AdapterDigest | None]
     ) -> Lane | None:
-        """Of such lanes, the one that the next request is taken from."""
+        """The lane, among these, from which the next request is taken."""
         first = order.first()
         if first is None or first.rank is None:
             return None
         return self.policy.next_lane(first, self.lanes, is_open)
 
     def requests_of(self, adapter: AdapterDigest) -> list[Request]:
-        """All that wait for an adapter, in the order of arrival."""
+        """All requests that wait for an adapter, in the order of arrival."""
         lane = self.lanes.get(adapter)
         return [] if lane is None else sorted(lane, key=lambda request: request.serial)
 
@@ -93,7 +93,7 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """A waiting request is over."""
+        """A waiting request is finished."""
         lane = self.lanes[request.group[0]]
         lane.discard(request)
         self._count -= 1
@@ -101,7 +101,7 @@ class WaitingQueue:
             self._forget(lane)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Tokens are computed for a request; a negative number: they were not after all."""
+        """Tokens are computed for a request; a negative number takes earlier ones back."""
         lane = self.policy.charge(request, num_tokens)
         if lane is not None:
             self._order.note(lane)

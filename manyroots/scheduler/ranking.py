@@ -1,7 +1,7 @@
-"""Things in the order of their ranks: finding the first costs O(log n), however many there are.
+"""Things in the order of their ranks: finding the first costs O(log n).
 
-A heap that is put right when it is read: ranks that have grown are found out when their entry comes
-to the top, so that growing costs nothing; who lowers a rank says so. Deterministic.
+A heap that is corrected when it is read. A rank that has grown is noticed when its entry reaches
+the top, so growing costs nothing; code that lowers a rank must call `note`. Deterministic.
 """
 
 from __future__ import annotations
@@ -11,44 +11,44 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 Rank = tuple[Any, ...]
-"""The least comes first. No two things have equal ones."""
+"""The smallest comes first. No two things have equal ranks."""
 
 MAX_STALE = 64
-"""So many entries more than twice the things, and those out of date are thrown away."""
+"""With this many entries more than twice the things, outdated entries are removed."""
 
 
 class Ranked(Protocol):
-    """What can be put in order."""
+    """A thing that can be ranked."""
 
     @property
     def rank(self) -> Rank | None:
-        """None: it has no place (any more)."""
+        """None: it has no rank (any more)."""
         ...
 
 
 T = TypeVar("T", bound=Ranked)
 RankedEntry = tuple[Rank, int, T]
-"""A rank that a thing had, and a number of its own that keeps things from being compared."""
+"""A rank that a thing had, and a unique number so that things are never compared."""
 
 
 class Ranking(Generic[T]):
-    """Each thing has one entry that counts, which is not above its rank."""
+    """Each thing has one valid entry, which is not above its rank."""
 
     __slots__ = ("_entries", "_few", "_heap", "_next_number", "_num_few")
 
     def __init__(self, things: Iterable[T] = ()) -> None:
         self._heap: list[RankedEntry[T]] = []
         self._entries: dict[T, RankedEntry[T]] = {}
-        """The entry that counts of each; others in the heap are out of date."""
+        """The valid entry of each thing; other entries in the heap are outdated."""
         self._next_number = 0
         self._few: list[RankedEntry[T]] = []
         self._num_few = 0
-        """The first so many when somebody last asked; none if a thing may have come before them."""
+        """The first things at the last call; none if another may come before them."""
         for thing in things:
             self.note(thing)
 
     def __len__(self) -> int:
-        """How many entries are kept, for tests of what is forgotten."""
+        """The number of stored entries, for tests of removal."""
         return len(self._heap)
 
     def __iter__(self) -> Iterator[T]:
@@ -56,7 +56,7 @@ class Ranking(Generic[T]):
         return iter(self._entries)
 
     def note(self, thing: T) -> None:
-        """A thing is new, or its rank may be lower than it was."""
+        """A thing is new, or its rank may be lower than before."""
         rank = thing.rank
         assert rank is not None
         known = self._entries.get(thing)
@@ -76,11 +76,11 @@ class Ranking(Generic[T]):
         if len(self._entries) == 1:
             (only,) = self._entries
             if only.rank is not None:
-                return only  # and its entry need not be true
+                return only  # its entry may be outdated
         return self._top()
 
     def first_rank(self) -> Rank | None:
-        """The rank of the first, which is computed once: every arrival asks for it."""
+        """The rank of the first thing, computed once: every arrival reads it."""
         if not self._heap:
             return None
         entry = self._heap[0]
@@ -88,11 +88,11 @@ class Ranking(Generic[T]):
         if self._entries.get(thing) is entry:
             now = thing.rank
             if now == rank or (now is not None and len(self._entries) == 1):
-                return now  # of an only thing, the entry need not be true
+                return now  # the entry of a single thing may be outdated
         return None if self._top() is None else self._heap[0][0]
 
     def _top(self) -> T | None:
-        """The first; its entry, which is true, is the heap's top."""
+        """The first thing; its entry is valid and on top of the heap."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -110,7 +110,7 @@ class Ranking(Generic[T]):
         return None
 
     def first_few(self, count: int) -> list[T]:
-        """The first so many, in order."""
+        """The first `count` things, in order."""
         if count > self._num_few or not all(map(self._is_true, self._few)):
             few: list[RankedEntry[T]] = []
             while len(few) < count and self._top() is not None:
@@ -128,12 +128,12 @@ class Ranking(Generic[T]):
         return now is rank or now == rank
 
     def _entry(self, rank: Rank, thing: T) -> RankedEntry[T]:
-        """From now on the one that counts."""
+        """Make this the valid entry."""
         self._next_number += 1
         entry = self._entries[thing] = (rank, self._next_number, thing)
         return entry
 
     def _tidy(self) -> None:
-        """Throw away entries that are out of date."""
+        """Remove outdated entries."""
         self._heap = list(self._entries.values())
         heapq.heapify(self._heap)

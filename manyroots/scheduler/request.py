@@ -1,8 +1,8 @@
-"""One sequence as the scheduler sees it: what is known and what it holds.
+"""One sequence in the scheduler: its known tokens, and what it holds.
 
 Progress is a counter, not a phase: computed tokens catch up with known tokens. Prefill, chunked
-prefill, decode, reuse and resuming after a retraction differ only in how far apart the two are.
-While a request runs, its counters are columns of its row (`rows.py`).
+prefill, decode, reuse and resuming after a retraction differ only in the distance of the two. While
+a request runs, its counters are columns of its row (`rows.py`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ NEVER = 2**31 - 1
 
 
 class HasRecent(Protocol):
-    """Rows, which keep what is sampled for all of them together."""
+    """Rows, which store sampled tokens for all requests together."""
 
     def hand_over(self, request: Request) -> None:
-        """Give a request the tokens that it has not got yet."""
+        """Give a request its pending tokens."""
         ...
 
 
 class State(enum.Enum):
-    """Where a sequence is; each state owns what it holds."""
+    """The state of a sequence; each state owns what it holds."""
 
     FETCHING = "fetching"
     """Not in the queue yet: storage has been asked for its prefix, or will be (`fetches.py`)."""
     WAITING = "waiting"
-    """In the queue; holds nothing but what came from storage for it."""
+    """In the queue; holds only what arrived from storage for it."""
     LOADING = "loading"
-    """Holds a lease whose units are on their way to the device."""
+    """Holds a lease whose units are being copied to the device."""
     RUNNING = "running"
     """Holds a row and a lease."""
     PAUSED = "paused"
-    """Has begun and has no row for now; holds a lease (`slices.py`)."""
+    """Has started and has no row for now; holds a lease (`slices.py`)."""
     DRAINING = "draining"
     """Finished, but a launched step still writes to its pages; holds a row and a lease."""
     FINISHED = "finished"
@@ -100,12 +100,12 @@ class Request:
         self.serial = serial
         """Order of arrival."""
         self.since = step_id
-        """The step being planned when it was queued, began to run or was paused."""
+        """The step being planned when it was queued, started or was paused."""
         self.hold = hold
-        """Its right to its adapter's weights, from submission to its end."""
+        """Its hold on its adapter's weights, from submission to its end."""
         namespace = submit.namespace
         if hold is not None:
-            # What the adapter's name means now, not what it meant to whoever sent the request.
+            # The current content of the adapter's name, not the content when the request was sent.
             namespace = Namespace(adapter=hold.digest, salt=namespace.salt)
         self.adapter_from = 0
         """The first position that its adapter computes."""
@@ -130,34 +130,35 @@ class Request:
         self.max_num_tokens = self.num_prompt_tokens + (
             MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
         )
-        """Prompt and output at their longest."""
-        # Never written to: it may be the caller's. A first token makes it longer, elsewhere.
+        """The most tokens of prompt and output."""
+        # Never written to: it may be the caller's. The first sampled token moves it to a longer
+        # buffer.
         self._tokens: Int32s = np.asarray(submit.prompt, np.int32)
         self._rows: HasRecent | None = None
-        """Who has tokens that were sampled for it and that it has not got yet."""
+        """The rows that have sampled tokens which this request has not received yet."""
         self._buffer = self._tokens
-        """What the tokens are the beginning of."""
+        """The array whose start the tokens are."""
         self.num_in_flight_tokens = 0
-        """Of a request that lost its row: tokens that launched steps still compute for it."""
+        """For a request that lost its row: tokens that launched steps still compute for it."""
         self.num_computed_tokens = 0
-        """Of a paused request: where it resumes."""
+        """For a paused request: where it resumes."""
         self.num_cached_tokens: int | None = None
-        """What was reused when it first began."""
+        """The reused tokens when it first started."""
         self.cache_use: CacheUse | None = None
-        """The same in detail, till its caller is told."""
+        """The same in detail, until its caller has received it."""
         self.num_fetched_tokens = 0
-        """What storage was found to have of it."""
+        """The tokens that storage was found to have."""
         self.skips_storage = False
-        """Storage may have more of it and was not asked, being slow or out of order."""
+        """Storage may have more of it but was not asked, because it is slow or failing."""
         self.wants_prompt_logprobs = submit.sampling.prompt_logprobs is not None
-        """Till its first token is sampled."""
+        """Until its first token is sampled."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.ending = Ending.DROPPED
-        """What its lease is released with: which of its states are worth keeping."""
+        """How its lease is released: which of its states are worth keeping."""
         self.is_broken = False
-        """A step computed something of it that is no use: its pages must not be published."""
+        """A step computed an unusable part of it: its pages must not be published."""
         self.draft_progress: DraftProgress | None = None
-        """What guesses gain; None before the first."""
+        """The gain of guesses; None before the first."""
         self.num_draft_tokens = 0
         """Guessed for it and checked by steps."""
         self.num_accepted_tokens = 0
@@ -169,22 +170,22 @@ class Request:
 
     @property
     def tokens(self) -> Int32s:
-        """Prompt and output so far, of a request that is not over. What is there is never changed,
-        so that others may keep it."""
+        """Prompt and output so far, of an unfinished request. Existing entries never change, so
+        others may keep a reference."""
         if self._rows is not None:
             self._rows.hand_over(self)
         return self._tokens
 
     @property
     def num_tokens(self) -> int:
-        """How many those are."""
+        """The number of these tokens."""
         if self._rows is not None:
             self._rows.hand_over(self)
         return self._num_tokens
 
     def sampled_by(self, rows: HasRecent | None) -> None:
-        """Whether there are rows from now on that tokens must be fetched from: a step gives them to
-        all of its rows together."""
+        """Set the rows from which tokens must be fetched: a step gives tokens to all of its rows
+        together."""
         self._rows = rows
 
     def extend(self, tokens: Int32s) -> None:
@@ -202,9 +203,9 @@ class Request:
 
 
 def invoked_at(prompt: Sequence[int] | Int32s, invocation: tuple[int, ...]) -> int:
-    """Where an aLoRA begins to act: at the last place where its invocation tokens stand whole.
+    """Where an aLoRA starts: the last position at which all of its invocation tokens occur.
 
-    NEVER if they do not: the base model answers, as PEFT has it.
+    NEVER if they do not occur: the base model answers, as in PEFT.
     """
     tokens = np.asarray(prompt, np.int32)
     num_places = len(tokens) - len(invocation) + 1

@@ -1,10 +1,10 @@
-"""What becomes of requests when a step is done: their tokens, their pages, their ends.
+"""Updates requests when a step is done: their tokens, their pages, their ends.
 
-In: results of steps, in the order of their plans, or that steps gave nothing. Out: what the callers
-of requests are told. What a step computed for a sequence that has ended since is dropped.
+In: results of steps, in the order of their plans, or the failure of steps. Out: outputs for the
+callers of requests. Results for a sequence that has ended since are dropped.
 
-Nearly all rows of a step simply go on, and are columns (`rows.py`); only the others are gone
-through one by one.
+Nearly all rows of a step simply continue, and are handled as columns (`rows.py`); only the others
+are handled one by one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from manyroots.scheduler.speculation import Speculation
 from manyroots.step import Bools, Int32s, StepResult, TokenLogprobs
 
 PROMPT_SHARE = 8
-"""Tokens per row from which on a step tells how quickly prompts are computed: with fewer, most of
-its time is what any step takes."""
+"""A step with at least this many tokens per row shows how fast prompts are computed. With fewer,
+most of its time is the fixed cost of a step."""
 
 
 class Results:
-    """Takes the results of launched steps."""
+    """Handles the results of launched steps."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Results:
         departures: Departures,
         speculation: Speculation | None = None,
     ) -> None:
-        """`requests`: the scheduler's, of which those go that are over. `speculation`: None where
-        nothing is guessed."""
+        """`requests`: the scheduler's; finished ones are removed. `speculation`: None if nothing is
+        guessed."""
         self._requests = requests
         self._cache = cache
         self._adapters = adapters
@@ -66,7 +66,7 @@ class Results:
         self._speculation = speculation
         self._charges_tokens = admission.waiting.policy.charges_tokens
         self.in_flight: deque[Launched] = deque()
-        """Steps that were launched and are not done, in order."""
+        """Launched steps that are not done, in order."""
         self.total_step_tokens = 0
 
     @property
@@ -75,7 +75,7 @@ class Results:
         return any(step.drafts for step in self.in_flight)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        """A request is over without another token; gives its last output."""
+        """A request is finished without another token; returns its last output."""
         self._end(request, reason)
         return Output(
             request_id=request.submit.request_id,
@@ -105,7 +105,7 @@ class Results:
         if self._speculation is not None:
             num_drafted = sum(map(len, step.drafts.values()))
             only_decodes = step.total_tokens - num_drafted == len(step.rows) and step.samples.all()
-            if only_decodes and step.may_draft != step.is_ahead:  # others lie between two modes
+            if only_decodes and step.may_draft != step.is_ahead:  # others are between modes
                 self._speculation.measured(len(step.rows), seconds, drafts=step.may_draft)
         if self._charges_tokens:
             self._count_service(step, result)
@@ -127,7 +127,7 @@ class Results:
         return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
 
     def _is_special(self, tokens: Int32s, result: StepResult) -> bool:
-        """Whether any token may end its request, or has more said of it."""
+        """Whether any token may end its request, or carries more data."""
         if result.logprobs or self._rows.scored:
             return True
         stops = self._rows.stops
@@ -137,8 +137,8 @@ class Results:
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
-        """Copies and loads have ended: requests whose units are all there can begin; those whose
-        adapter could not be loaded fail with the reason (W10)."""
+        """Copies and loads have ended: requests whose units have all arrived can start. Requests
+        whose adapter could not be loaded fail with the reason (W10)."""
         outputs: list[Output] = []
         for loaded in result.adapters:
             outcome = self._adapters.acknowledge(loaded)
@@ -154,7 +154,8 @@ class Results:
         return outputs
 
     def _count_service(self, step: Launched, result: StepResult) -> None:
-        """One token for each that was sampled; those before it counted when the request began."""
+        """Charge one token for each sampled one; earlier tokens were charged when the request
+        started."""
         rows, tenancies = step.rows[step.samples].tolist(), step.tenancies[step.samples].tolist()
         for row, tenancy in zip(rows, tenancies, strict=True):
             count = 1 + result.num_accepted.get(row, 0)
@@ -169,9 +170,9 @@ class Results:
                     self._rows.scored.add(row)
 
     def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
-        """Advance what does not simply run on: who has ended or was retracted since the step was
-        planned, whose row gave nothing, and whose row checked guesses. Gives, for each row, whether
-        it is left to do."""
+        """Handle rows that do not simply continue: requests that ended or were retracted since the
+        step was planned, rows without a result, and rows that checked guesses. Returns, for each
+        row, whether it remains to be handled."""
         is_left = self._rows.is_live(step.rows, step.tenancies)
         faults = {fault.row: fault for fault in result.faults}
         if faults:
@@ -184,7 +185,7 @@ class Results:
             request = self._departures.member(row, int(step.tenancies[index]))
             token = result.tokens[places[index] : places[index] + 1]
             if row in step.drafts:
-                # No plan was made since, so that it runs, or it has ended.
+                # No plan was made since, so it runs, or it has ended.
                 draft, num_right = step.drafts[row], result.num_accepted.get(Row(row), 0)
                 token = np.concatenate((draft[:num_right], token))
                 num_wrong = len(draft) - num_right
@@ -194,8 +195,8 @@ class Results:
                     outputs.append(self._take_draft(request, num_tokens, token, step, result))
                     continue
             if request.state is State.DRAINING:
-                # The step that was under way when it ended computed its last token's page. Its own
-                # token may be computed by another: what that leaves is of use with it alone.
+                # The step that ran when it ended computed its last token's page. Another step may
+                # compute the token itself: a page is usable only with both.
                 self._rows.committed[row] += num_tokens
                 request.is_broken |= row in faults
                 if not request.is_broken:
@@ -235,9 +236,8 @@ class Results:
         step: Launched,
         result: StepResult,
     ) -> Output:
-        """Guesses of a running request were checked: these tokens follow, of which all but the last
-        are among the `num_computed` that the step computed. What it computed beyond is given back
-        (P11)."""
+        """Guesses of a running request were checked: these tokens follow. All but the last are
+        among the `num_computed` that the step computed; results beyond them are freed (P11)."""
         row, lease = request.row, request.lease
         assert row is not None
         assert lease is not None
@@ -266,7 +266,7 @@ class Results:
     def _report(
         self, rows: Int64s, tokens: Int32s, result: StepResult, outputs: list[Output]
     ) -> Tokens:
-        """News of every new token. Most are just that; the others are put into `outputs`."""
+        """Outputs of every new token. Most are plain tokens; the others are put into `outputs`."""
         is_plain = self._rows.committed[rows] < self._rows.last[rows]
         stops = self._rows.stops
         if stops and not stops.keys().isdisjoint(tokens.tolist()):
@@ -280,7 +280,7 @@ class Results:
             singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
             for row, token, num_before in singled:
                 request, logprobs = self._rows.request_at(row), _logprobs(result, row)
-                # The newest token lies behind those that are committed.
+                # The newest token comes after the committed ones.
                 output = self._tell(request, [token], num_before + 1, logprobs)
                 if result.hidden and row in result.hidden:
                     hidden = tuple(result.hidden[Row(row)].tolist())
@@ -292,13 +292,13 @@ class Results:
     def _tell(
         self, request: Request, tokens: list[int], num_tokens: int, logprobs: list[TokenLogprobs]
     ) -> Output:
-        """News of a request's newest tokens, of which the `num_tokens`-th may be its last."""
+        """The output of a request's newest tokens; the `num_tokens`-th may be its last."""
         token = tokens[-1]
         num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
         sampling = request.submit.sampling
-        # A grammar's end is the text's, however early; the sampler lets no other end through.
+        # A grammar's end is the text's end, however early; the sampler allows no other end.
         may_stop = (
             num_output_tokens > sampling.min_tokens or sampling.structured_outputs is not None
         )
@@ -323,10 +323,10 @@ class Results:
         return output
 
     def fail_in_flight(self, reason: str) -> list[Output]:
-        """Launched steps gave nothing, and none is running any more.
+        """Launched steps failed, and none is running any more.
 
-        Their requests fail; those of later steps too, since they may have relied on pages that
-        were never filled. Nobody else is touched.
+        Their requests fail. So do those of later steps, since they may have relied on pages that
+        were never filled. Other requests are not affected.
         """
         steps = list(self.in_flight)
         self.in_flight.clear()
@@ -345,7 +345,7 @@ class Results:
                 self._departures.drained(request)
             elif request.state is not State.FINISHED:
                 outputs.append(self.finish(request, FinishReason.ERROR, reason))
-        # Those that wait for their units may have found pages that were never filled.
+        # Requests that wait for their units may have found pages that were never filled.
         self._admission.start_over()
         for step in steps:
             self._adapters.step_done(step.step_id)
@@ -355,6 +355,6 @@ class Results:
 
 
 def _logprobs(result: StepResult, row: int) -> list[TokenLogprobs]:
-    """Of a row's new tokens, where it asked."""
+    """Logprobs of a row's new tokens, if requested."""
     newest = result.logprobs.get(Row(row))
     return [] if newest is None else [*result.draft_logprobs.get(Row(row), ()), newest]

@@ -1,14 +1,14 @@
-"""The rows of the batch as columns: how far each sequence is, and when it next needs attention.
+"""The rows of the batch as columns: each sequence's progress, and when it next needs attention.
 
-A step in which everybody only decodes touches columns, never one sequence after the other. What
-needs attention is found by comparing columns: a page that is full, a table that must grow, a
-sequence that has reached its limit.
+A step in which all rows only decode works on columns, never on one sequence after the other.
+Comparing columns finds what needs attention: a full page, a table that must grow, a sequence that
+has reached its limit.
 
     tokens      |------- known -------|  under way
     computed    |==== launched steps included ====>          the next position to plan
     committed   |==== steps that are done ===>               known is one ahead, once it decodes
 
-A row *decodes* from the moment its last known token is planned. Till then it is in `prompts`.
+A row *decodes* from the moment its last known token is planned. Until then it is in `prompts`.
 """
 
 from __future__ import annotations
@@ -28,51 +28,53 @@ Int64s = npt.NDArray[np.int64]
 NO_ROWS: Int64s = np.empty(0, np.int64)
 
 SOON_STEPS = 16
-"""Who begins leaves a page to each that will need one within so many steps. Looking further ahead
-costs rows where pages are large: half of those who run will have ended by then."""
+"""A starting request leaves a page for each running one that will need one within this many steps.
+Looking further ahead costs rows if pages are large: half of the running requests will have ended by
+then."""
 
 _ONE = np.array(1, np.int64)
-"""Of the columns' own type and an array: numpy takes twice as long to add a Python number."""
+"""An array of the columns' dtype: adding a Python number takes numpy twice as long."""
 
 
 class Rows:
-    """Who sits where. All columns are indexed by row; those of a free row are zero."""
+    """The requests in each row. All columns are indexed by row; those of a free row are zero."""
 
     def __init__(self, count: int, page_size: int) -> None:
         self.count = count
         self._page_size = page_size
         self._one_page = np.array(page_size, np.int64)
         self.free = [Row(row) for row in range(count - 1, -1, -1)]
-        """Who sits down takes the last."""
+        """The next request takes the last."""
         self._requests: list[Request | None] = [None] * count
         self.running: dict[Request, None] = {}
-        """In the order in which they began."""
+        """In the order in which they started."""
         self.prompts: dict[Request, None] = {}
-        """Of those, who has known tokens that are not planned yet."""
+        """Running requests with known tokens that are not planned yet."""
         self.stops: Counter[int] = Counter()
-        """Tokens that would end someone who runs, and how many they would end."""
+        """Tokens that would end a running request, with the number of such requests."""
         self.scored: set[int] = set()
-        """Rows whose prompt's log-probabilities have begun to come, till they are reported."""
+        """Rows whose prompt's log-probabilities have started to arrive, until they are reported."""
         self._next_tenancy = 1
         self.end = 0
-        """Rows from here on are free: what is looked at in a step."""
+        """Rows from here on are free; steps read only the rows before."""
         self.tenancy = np.zeros(count, np.int64)
-        """A number for each tenancy of a row by a sequence; 0 once it is over for its caller."""
+        """A number for each tenancy of a row by a sequence; 0 once it is finished for its
+        caller."""
         self.computed = np.zeros(count, np.int64)
         self.committed = np.zeros(count, np.int64)
         self.due = np.zeros(count, np.int64)
-        """A row that decodes needs nothing while `computed` is below this."""
+        """A decoding row needs nothing while `computed` is below this."""
         self.last = np.zeros(count, np.int64)
-        """Tokens that a row that decodes will ever compute: all but its last."""
+        """The most tokens that a decoding row will ever compute: all but its last."""
         self.publish_at = np.zeros(count, np.int64)
-        """When so many tokens are committed, there is something to publish."""
+        """The number of committed tokens at which there is something to publish."""
         self.notice_at = np.zeros(count, np.int64)
-        """Until so many tokens are committed, a row has nothing to publish and its token is not its
-        last: the lesser of `publish_at` and `last`."""
+        """Until this many tokens are committed, a row has nothing to publish and its token is not
+        its last: the minimum of `publish_at` and `last`."""
         self.request_ids = np.zeros(count, np.int64)
         self.num_cached = np.zeros(count, np.int32)
-        # Sampled tokens wait here, and go to their requests a page at a time. One page and the
-        # token behind it: nobody gets further between two publications.
+        # Sampled tokens wait here, and move to their requests a page at a time. Room for one page
+        # and the token after it: no row exceeds this between two publications.
         self._recent = np.zeros((count, page_size + 2), np.int32)
         self._num_recent = np.zeros(count, np.int64)
         self._every_row = np.arange(count)
@@ -86,19 +88,19 @@ class Rows:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody has a row, be it to drain."""
+        """Whether any request has a row, even if only to drain."""
         return len(self.free) < len(self._requests)
 
     @property
     def num_growing(self) -> int:
-        """Rows that decode and will need another page soon, if nothing stops them before."""
+        """Decoding rows that will need another page soon, if nothing stops them before."""
         end = self.end
         due = self.due[:end]
         is_soon = due - self.computed[:end] < SOON_STEPS
         return int(np.count_nonzero(is_soon & (due < self.last[:end])))
 
     def num_pages_of_prompts(self) -> int:
-        """Pages that prompts under way still need, and the one behind each."""
+        """Pages that prompts in progress still need, plus one after each."""
         size, pages = self._page_size, 0
         for request in self.prompts:
             assert request.row is not None
@@ -113,12 +115,12 @@ class Rows:
         return request
 
     def requests_at(self, rows: Int64s) -> list[Request]:
-        """As `request_at`, of each."""
+        """Like `request_at`, for each."""
         requests = self._requests
         return [request for row in rows.tolist() if (request := requests[row]) is not None]
 
     def sit(self, request: Request, num_computed: int) -> Row:
-        """Give a request a row and its columns, with what is computed of it."""
+        """Give a request a row and its columns, with its computed tokens."""
         row = request.row = self.free.pop()
         self._requests[row] = request
         self.running[request] = None
@@ -164,8 +166,8 @@ class Rows:
     # Planning
 
     def decode(self, most: int) -> tuple[Int64s, Int64s]:
-        """Plan one token, of at most so many rows, for all that need nothing else; gives their
-        rows, and those that decode but need pages first, in the order in which they began."""
+        """Plan one token for all rows that need nothing else, at most `most` rows. Returns their
+        rows, and the decoding rows that need pages first, in the order in which they started."""
         end = self.end
         computed, due = self.computed[:end], self.due[:end]
         is_plain = computed < due
@@ -183,8 +185,8 @@ class Rows:
         return rows, growing
 
     def next_pages(self, rows: Int64s) -> Int64s:
-        """Each has one page more, and computes one token there; gives which page of its sequence
-        it is."""
+        """Each row has one more page, and computes one token there; returns the index of that page
+        in its sequence."""
         computed = self.computed[rows]
         self.due[rows] = np.minimum(computed + self._one_page, self.last[rows])
         self.computed[rows] = computed + _ONE
@@ -196,7 +198,7 @@ class Rows:
         return rows.astype(np.int32)
 
     def place(self, row: Row, request: Request, lease: Lease, computed: int) -> bool:
-        """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
+        """Plan a request's tokens up to `computed`; returns whether the last of them samples."""
         self.computed[row] = computed
         samples = computed >= request.num_tokens
         if samples:
@@ -208,13 +210,13 @@ class Rows:
         return samples
 
     def place_draft(self, row: Row, num_tokens: int) -> None:
-        """Plan a token of a row that decodes, and guesses after it, in all so many. The row is not
-        planned again before its result: how far it is then is not known."""
+        """Plan a decoding row's token and guesses after it, `num_tokens` in all. The row is not
+        planned again before its result: its progress is unknown until then."""
         self.computed[row] += num_tokens
         self.due[row] = self.last[row] = self.notice_at[row] = 0
 
     def take_draft(self, request: Request, num_computed: int, tokens: Int32s) -> None:
-        """A step has checked guesses: so many tokens of the request are computed now, and these
+        """A step has checked guesses: this many tokens of the request are computed now, and these
         follow the known ones."""
         row = request.row
         assert row is not None
@@ -225,7 +227,7 @@ class Rows:
             self.prompts[request] = None
 
     def watch(self, request: Request) -> None:
-        """Note when a running request next needs pages, or has any to publish."""
+        """Record when a running request next needs pages, or has any to publish."""
         assert request.row is not None
         assert request.lease is not None
         self._watch(request.row, request, request.lease, request not in self.prompts)
@@ -240,7 +242,7 @@ class Rows:
         if not lease.checkpoints:
             num_pages = lease.num_published_pages
             if num_pages * self._page_size < lease.num_covered_tokens:
-                # Of pages that are committed and yet not published, nothing is to be waited for.
+                # Committed but unpublished pages need no wait.
                 num_pages = max(num_pages, int(self.committed[row]) // self._page_size)
             publish_at = (num_pages + 1) * self._page_size
         self.publish_at[row] = publish_at
@@ -249,8 +251,8 @@ class Rows:
     # Results
 
     def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request] | None:
-        """A step has computed so many tokens of each; gives the requests that have something to
-        publish now. None: no row has, and none has its last token."""
+        """A step has computed this many tokens of each row; returns the requests that have
+        something to publish now. None: no row has, and none has its last token."""
         committed = self.committed[rows]
         committed += num_tokens
         self.committed[rows] = committed
@@ -291,5 +293,5 @@ class Rows:
         return is_one[rows]
 
     def is_live(self, rows: Int64s, tenancies: Int64s) -> Bools:
-        """For each row of a launched step: whether its sequence runs there still."""
+        """For each row of a launched step: whether its sequence still runs there."""
         return np.equal(self.tenancy[rows], tenancies)

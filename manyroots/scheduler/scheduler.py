@@ -1,11 +1,11 @@
-"""Chooses what each step computes, and moves requests on when a step is done.
+"""Chooses what each step computes, and updates requests when a step is done.
 
 In: submissions, aborts, results of steps. Out: plans, and outputs of each request. Steps may be
-planned before earlier ones are done: a sequence whose next token is still being sampled is
-planned by count, and what a step computed for a sequence that turns out to have ended is dropped.
+planned before earlier ones are done: a sequence whose next token is still being sampled is planned
+by count. Results for a sequence that has ended meanwhile are dropped.
 
-Knows the cache by its facade alone, and no tensor, clock or thread. A step in which nothing happens
-but decoding costs a few operations on columns (`rows.py`), however many decode.
+Knows the cache only by its facade, and no tensor, clock or thread. A step that only decodes costs a
+few operations on columns (`rows.py`), for any number of rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scheduler:
         max_model_len: int,
         draft_source: DraftSource | None = None,
     ) -> None:
-        """`draft_source`: where guesses come from, if the settings ask for any; None for earlier
+        """`draft_source`: the source of guesses, if the settings enable them; None for earlier
         text."""
         self._settings = settings
         self._cache = cache
@@ -72,13 +72,13 @@ class Scheduler:
             settings, cache, adapters, self._rows, policy, max_model_len=max_model_len
         )
         self.slices: AdapterSlices = self._admission.slices
-        """Which adapters run."""
+        """The adapters that run."""
         self._victims = Victims(self._rows, self.slices, cache, policy)
         self._departures = Departures(cache, adapters, self._rows, self._admission, self.slices)
         choice = settings.speculation()
         self._speculation = None if choice is None else Speculation(choice, draft_source)
         self._requests: dict[RequestId, Request] = {}
-        """All that are not over for their callers."""
+        """All requests that are unfinished for their callers."""
         self._results = Results(
             self._requests,
             cache,
@@ -98,18 +98,18 @@ class Scheduler:
 
     @property
     def fetches(self) -> Fetches:
-        """Who waits for storage, and what is kept for whom."""
+        """Requests that wait for storage, and pages kept for them."""
         return self._admission.fetches
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is waiting, running, in flight or on its way: copies of pages too, which
-        hold both of their ends until somebody hears that they have ended (T11)."""
+        """Whether anything is waiting, running or in flight. Page copies count: they hold both of
+        their ends until their end is acknowledged (T11)."""
         return self.is_serving or self._cache.has_transfers
 
     @property
     def is_serving(self) -> bool:
-        """Whether anything is left to do but to wait for copies of pages."""
+        """Whether anything is left to do besides waiting for page copies."""
         return bool(
             self._requests
             or self._results.in_flight
@@ -118,20 +118,21 @@ class Scheduler:
         )
 
     def hold_adapter(self, name: AdapterName, revision: str | None = None) -> Hold:
-        """What `name` means now, or a revision of it that is alive, for a request that can't be
-        queued yet: a later load or unload does not change it. Raises NotFoundError for an adapter
-        that is not loaded (any more)."""
+        """Hold the current content of `name`, or a live revision of it, for a request that cannot
+        be queued yet: a later load or unload does not change it. Raises NotFoundError for an
+        adapter that is not loaded (any more)."""
         return self._adapters.acquire(name, revision)
 
     def release_adapter(self, hold: Hold) -> None:
-        """Such a request will not come. An adapter that was unloaded meanwhile may be over."""
+        """Such a request will not be submitted. An adapter that was unloaded meanwhile may now be
+        freed."""
         self._departures.release(hold)
 
     def submit(self, submit: Submit, hold: Hold | None = None) -> None:
         """Queue a sequence. The input processor has checked that it can be served at all.
 
-        `hold`: what its adapter meant when it came; None takes what it means now, and raises
-        NotFoundError if it is not loaded (any more).
+        `hold`: its adapter's content when it arrived. None takes the current content, and raises
+        NotFoundError if the adapter is not loaded (any more).
         """
         if submit.request_id in self._requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
@@ -148,18 +149,19 @@ class Scheduler:
     def load_adapter(
         self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> None:
-        """Take requests for `name` from now on. Whatever it meant before drains."""
+        """Accept requests for `name` from now on. Its previous content drains."""
         registered = self._adapters.register(name, spec, path=path, is_pinned=is_pinned)
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
     def take_adapter_copy(self, digest: AdapterDigest) -> bool:
-        """Whether what was read to open an adapter is kept as its copy in host memory."""
+        """Whether the weights that were read to open an adapter are kept as its copy in host
+        memory."""
         return self._adapters.take_copy(digest)
 
     def unload_adapter(self, name: AdapterName) -> Unloaded:
-        """Take no more requests for `name`. What its requests do not hold is freed now, the rest
-        when they are over (N12, N13)."""
+        """Accept no more requests for `name`. What its requests do not hold is freed now, the rest
+        when they finish (N12, N13)."""
         unloaded = self._adapters.unload(name)
         digest = unloaded.version.digest
         if unloaded.freed or self._adapters.registry.is_draining(digest):
@@ -168,34 +170,34 @@ class Scheduler:
 
     @property
     def num_begun(self) -> int:
-        """Requests that have something of the weights that compute now: pages, or tokens of their
-        answer, as those have that were retracted."""
+        """Requests that depend on the current weights: they have pages, or tokens of their answer,
+        like retracted ones."""
         waiting = (r for r in self._requests.values() if r.lease is None)
         num_retracted = sum(r.num_tokens > r.num_prompt_tokens for r in waiting)
         return self._cache.num_leases + num_retracted
 
     def reset_cache(self) -> int:
-        """Forget all that could be reused; gives how many pages are free again now. Requests keep
-        what they hold, and nobody will find it."""
+        """Drop everything that could be reused; returns the number of pages that are free again.
+        Requests keep what they hold, but it is no longer findable."""
         if self._speculation is not None:
             self._speculation.forget()
         return self._cache.evict_all().num_freed[0]
 
     def change_weights(self, identity: bytes) -> int:
-        """Other weights compute from now on; nothing of the old ones is found again, on any tier.
-        Nobody may hold pages. Gives how many are free again now."""
+        """The weights change; nothing of the old ones is found again, on any tier. No request may
+        hold pages. Returns the number of pages that are free again."""
         return self._cache.change_weights(identity).num_freed[0]
 
     def adapter(self, name: AdapterName) -> AdapterVersion | None:
-        """What a name means now; None if it takes no requests."""
+        """The current content of a name; None if it accepts no requests."""
         return self._adapters.registry.loaded.get(name)
 
     def find_adapter(self, name: AdapterName, revision: str | None) -> AdapterVersion | None:
-        """What a request could hold now; None if it is not there."""
+        """What a request could hold now; None if it does not exist."""
         return self._adapters.registry.find(name, revision)
 
     def whereabouts(self, name: AdapterName) -> Tier:
-        """Where the weights are of an adapter that is loaded."""
+        """The tier that has the weights of a loaded adapter."""
         return self._adapters.whereabouts(name)
 
     def abort(self, request_id: RequestId) -> Output | None:
@@ -218,11 +220,12 @@ class Scheduler:
         )
 
     def pass_time(self, now_s: float) -> None:
-        """Tell what time it is, by the caller's clock; marks of prefixes end by it."""
+        """Set the time by the caller's clock; marks of prefixes expire by it."""
         self._cache.pass_time(now_s)
 
     def schedule(self) -> Plan | None:
-        """The next step, or None if there is nothing to do right now, or guesses are checked."""
+        """The next step. None if there is nothing to do right now, or while guesses are being
+        checked."""
         if self._results.checks_drafts:
             return None
         builder = PlanBuilder(
@@ -237,7 +240,7 @@ class Scheduler:
             self._speculation.choose(self._rows.running, builder.step_id)
             if self._speculation.is_on:
                 self._draft(self._speculation, builder)
-        # Decodes first: a long prompt must not hold up the tokens of those who are talking.
+        # Decodes first: a long prompt must not delay running streams.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
         later: list[Request] = []
@@ -287,8 +290,8 @@ class Scheduler:
         return self._cache.has_transfers or self._adapters.is_loading
 
     def _next_pages(self, rows: Int64s, builder: PlanBuilder) -> None:
-        """Place those who decode and have filled their pages: all at once where there is room
-        for all, else one after the other, as far as it goes."""
+        """Place decoding rows that have filled their pages: all at once if there is room, otherwise
+        one after the other, as far as possible."""
         growing = self._rows.requests_at(rows)
         if len(growing) <= builder.num_tokens_left:
             units = self._cache.next_pages([r.lease for r in growing if r.lease is not None])
@@ -301,8 +304,8 @@ class Scheduler:
             self._continue(request, builder)
 
     def _draft(self, speculation: Speculation, builder: PlanBuilder) -> None:
-        """Place rows that decode and whose next tokens can be guessed; not where a guess would take
-        the place of another row's token, or the last pages."""
+        """Place decoding rows whose next tokens can be guessed, unless a guess would displace
+        another row's token or take the last pages."""
         running = self._rows.running
         left = speculation.most_tokens(builder.num_tokens_left, len(running))
         for request in running:
@@ -325,10 +328,10 @@ class Scheduler:
     def _continue_by_importance(
         self, growing: Int64s, builder: PlanBuilder, importance: Importance
     ) -> list[Request]:
-        """Place all that need pages, the most important first: those that come later can still
-        give way to them. Gives, in that order, the prompts that are not placed yet because
-        something more important waits: it comes first, or a long prompt would take every step's
-        budget until its end."""
+        """Place all rows that need pages, the most important first: later ones can still be
+        preempted for them. Returns, in that order, the prompts that are not placed yet because a
+        more important request waits. That request comes first, or a long prompt would take every
+        step's budget until its end."""
         if not self._rows.prompts:
             self._next_pages(growing, builder)
             return []
@@ -341,7 +344,7 @@ class Scheduler:
         return sorted(later, key=importance)
 
     def _continue(self, request: Request, builder: PlanBuilder) -> None:
-        """Place a running request's next tokens, making room at others' cost if need be."""
+        """Place a running request's next tokens, and preempt others for room if needed."""
         if request.state is not State.RUNNING:
             return
         row, lease = request.row, request.lease
@@ -359,7 +362,7 @@ class Scheduler:
     def _extend(
         self, request: Request, lease: Lease, begin: int, end: int, builder: PlanBuilder
     ) -> Extension | None:
-        """Pages for a request that runs, at others' cost if need be; None if it can't have them
+        """Pages for a running request, by preempting others if needed. None if it cannot have them
         now, or was retracted itself."""
         extension = self._cache.extend(lease, begin, end, builder.step_id)
         while isinstance(extension, Refusal):
@@ -374,12 +377,12 @@ class Scheduler:
         return extension
 
     def _resume(self, builder: PlanBuilder) -> None:
-        """Paused requests run again where they were, as far as there are rows."""
+        """Resume paused requests at their positions, as far as there are rows."""
         for request in self.slices.returning():
             if builder.num_tokens_left == 0:
                 return
             lease, computed = request.lease, request.num_computed_tokens
-            # It may have been retracted for another; or its last token is not known yet.
+            # It may have been retracted for another, or its last token is not known yet.
             if request.state is not State.PAUSED or request.num_in_flight_tokens:
                 continue
             assert lease is not None
@@ -398,7 +401,8 @@ class Scheduler:
     # Retraction
 
     def _make_way(self, request: Request, builder: PlanBuilder) -> bool:
-        """Retract somebody less important than a request that can't begin; False if nobody is."""
+        """Retract a request that is less important than one that cannot start; False if there is
+        none."""
         victim = self._victims.for_waiting(request, builder)
         if victim is None:
             return False
@@ -412,33 +416,35 @@ class Scheduler:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether only copies under way hold what the one that runs lacks: it waits for them."""
+        """Whether only copies in progress hold what the single running request lacks: it waits for
+        them."""
         num_begun = len(self._rows.running) + self.slices.num_paused_requests
         return num_begun == 1 and self._cache.has_transfers
 
     # Results
 
     def advance(self, result: StepResult, seconds: float = 0.0) -> StepOutputs:
-        """A step is done: take its tokens, publish its pages, finish who is finished. `seconds`:
-        how long it took with its planning, as far as no other step ran; 0 if not measured."""
+        """A step is done: take its tokens, publish its pages and finish completed requests.
+        `seconds`: its duration including planning, without the time that other steps ran; 0 if not
+        measured."""
         return self._results.advance(result, seconds)
 
     @property
     def speculation(self) -> Speculation | None:
-        """What is drafted; None where nothing is."""
+        """The speculation state; None if it is disabled."""
         return self._speculation
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
-        """Copies and loads have ended, be it without a step."""
+        """Copies and loads have ended, with or without a step."""
         return self._results.take_arrivals(result)
 
     def fail_in_flight(self, reason: str) -> list[Output]:
-        """Launched steps gave nothing, and none is running any more."""
+        """Launched steps failed, and none is running any more."""
         return self._results.fail_in_flight(reason)
 
     def drop_prefix(self, submit: Submit) -> tuple[bytes, ...]:
-        """Let nobody find the pages of a prompt any more, on any tier but storage; their hashes.
-        None for an adapter that is gone, since its pages are, too."""
+        """Make the pages of a prompt unfindable, on any tier but storage; returns their hashes.
+        None for an unloaded adapter, since its pages are gone, too."""
         try:
             hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         except NotFoundError:
@@ -450,24 +456,24 @@ class Scheduler:
         return dropped
 
     def take_events(self) -> list[CacheEvent]:
-        """What became findable and what ceased to be, since the last call."""
+        """Pages that became findable, and pages that were removed, since the last call."""
         return self._cache.take_events()
 
     def adapter_name(self, digest: AdapterDigest) -> AdapterName | None:
-        """What this content is called; None if nobody holds it any more."""
+        """The name of this content; None if no request holds it any more."""
         return self._adapters.registry.name_of(digest)
 
     # Looking
 
     def inspect(self, tenant: TenantNumber, *, most: int, is_paused: bool) -> list[RequestView]:
-        """What each request does and waits for, the oldest first, at most so many."""
+        """What each request does and waits for, oldest first, at most `most`."""
         causes = WaitingCauses(is_paused, self._has_retracted, self._without_room, self._importance)
         inspection = SchedulerInspection(self._cache, self._rows, self._adapters, causes, tenant)
         return inspection.views(list(islice(self._requests.values(), most)))
 
     @property
     def num_requests(self) -> int:
-        """Requests that are not over."""
+        """Unfinished requests."""
         return len(self._requests)
 
     def count_by_adapter(self) -> dict[AdapterDigest, Counter[str]]:

@@ -1,12 +1,12 @@
 """Adapter time slices: which adapters run, and which wait or are paused for others.
 
-One entry for each adapter that has unfinished requests. Where all of them fit at once
-(`Residency.fits`), each runs as soon as its weights are on the device. Else the next entry
-displaces running ones whose quantum is over. The base model always runs; its entry only counts its
-paused requests and its time.
+One entry for each adapter with unfinished requests. If all of them fit at once (`Residency.fits`),
+each runs as soon as its weights are on the device. Otherwise the next entry displaces running ones
+whose quantum is over. The base model always runs; its entry only counts its paused requests and its
+time.
 
-Takes the queue, the rows and the time that loads take. Gives the adapters whose requests may run,
-pauses requests, and asks for weights. Knows no page, and no policy by its name.
+Takes the queue, the rows and the duration of loads. Gives the adapters whose requests may run,
+pauses requests, and requests weights. Knows no page, and no policy by its name.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import Rows
 
 QUANTUM_STEPS = 16
-"""An entry runs for so many steps at least. Short beside what a reader of a stream notices."""
+"""The fewest steps that an entry runs. Short compared to what a reader of a stream notices."""
 QUANTUM_LOADS = 4
-"""And for so many loads, where weights load while others run."""
+"""It also runs for the duration of this many loads, if weights load while others run."""
 QUANTUM_LOADS_ALONE = 20
-"""And for so many where they can't: each switch then leaves rows idle for one load."""
+"""The same if they cannot: each switch then leaves rows idle for one load."""
 OVERDUE_STEPS = 128
-"""A paused request without a token for so long goes before every other."""
+"""A paused request without a token for this long comes before every other."""
 
 HasRoom = Callable[[Request], bool]
-"""Whether there are pages for a waiting request to begin."""
+"""Whether there are pages for a waiting request to start."""
 Pause = Callable[[Request], None]
-"""Takes a running request's row and seat; its pages, tokens and progress stay."""
+"""Takes a running request's row; its pages, tokens and progress stay."""
 
 
 class EntryState(enum.Enum):
-    """Where an adapter's requests are."""
+    """The state of an adapter's requests."""
 
     WAITING = "waiting"
     """None of its requests runs or is paused."""
     LOADING = "loading"
-    """It may run; its weights are on their way."""
+    """It may run; its weights are being loaded."""
     RUNNING = "running"
     """Its requests may have rows."""
     PAUSED = "paused"
-    """Requests of it have begun, and others run in its stead."""
+    """Some of its requests have started, and others run in its place."""
 
 
 class Entry:
@@ -61,24 +61,24 @@ class Entry:
         self.adapter = adapter
         self.state = state
         self.num_blocks = num_blocks
-        """What its weights take of the device's blocks."""
+        """The device blocks of its weights."""
         self.since = StepId(0)
-        """When it entered its state; of a running entry, when its quantum began."""
+        """When it entered its state; for a running entry, when its quantum started."""
         self.started = StepId(0)
-        """When it last began to run."""
+        """When it last started to run."""
         self.num_requests = 0
-        """Unfinished ones."""
+        """Unfinished requests."""
         self.paused: dict[Request, None] = {}
-        """The one that was paused first comes first."""
+        """In the order in which they were paused."""
 
     @property
     def paused_since(self) -> StepId:
-        """When the request was paused that has been for longest."""
+        """When its longest-paused request was paused."""
         return next(iter(self.paused)).since
 
 
 Claim = tuple[Entry, Request | None]
-"""An entry that wants to run, and its newly arrived request; None: for its paused ones alone."""
+"""An entry that should run, and its newly arrived request; None: only for its paused ones."""
 
 
 class AdapterSlices:
@@ -87,7 +87,7 @@ class AdapterSlices:
     def __init__(
         self, adapters: Residency, rows: Rows, waiting: WaitingQueue, quantum_steps: int | None
     ) -> None:
-        """`quantum_steps`: None for what loads take, and QUANTUM_STEPS at least."""
+        """`quantum_steps`: None to derive it from the duration of loads, at least QUANTUM_STEPS."""
         self._adapters = adapters
         self.max_loras = adapters.limits.max_loras
         self._waiting = waiting
@@ -96,25 +96,25 @@ class AdapterSlices:
         self.base = Entry(None, EntryState.RUNNING)
         self.entries: dict[AdapterDigest, Entry] = {}
         self.active: dict[AdapterDigest, Entry] = {}
-        """Those that are loading or running: what must fit at once."""
+        """Entries that are loading or running: these must fit at once."""
         self.num_blocks = 0
-        """What all entries take."""
+        """Blocks of all entries."""
         self._num_active_blocks = 0
         self.paused: dict[Entry, None] = {}
         self.num_paused_requests = 0
         self.total_pauses = 0
-        """Requests that were paused, each as often as it was."""
+        """Number of pauses of requests."""
         self.num_displaced: Counter[AdapterDigest] = Counter()
         """How often each adapter's requests were paused together."""
         self._fixed_quantum_steps = quantum_steps
         self.min_quantum_steps = quantum_steps or QUANTUM_STEPS
-        """For rows, which need no load."""
+        """The quantum of rows, which need no load."""
         self.step_id = StepId(0)
         """The last step in which a request waited or was paused."""
         self._claims: list[Claim] = []
-        """Of this step, in order."""
+        """Claims of this step, in order."""
         self.without_row: dict[AdapterDigest | None, Entry] = {}
-        """Entries whose first request begins before any other does, in order."""
+        """Entries whose first request starts before any other does, in order."""
         self._without_room: set[AdapterDigest | None] = set()
         """Entries whose next request lacks pages in this step."""
         self._granted: set[Request] = set()
@@ -132,12 +132,12 @@ class AdapterSlices:
         return max(QUANTUM_STEPS, loads * self._adapters.host_load_steps)
 
     def is_overdue(self, since: StepId) -> bool:
-        """Whether a request that was paused then goes before every other."""
+        """Whether a request that was paused then comes before every other."""
         return self.step_id - since >= OVERDUE_STEPS
 
     def longest_pause(self, entry: Entry) -> int:
-        """The bound on a pause: a request is overdue, each entry that is so before it has a quantum
-        and two loads, and then it has its own."""
+        """The bound on a pause. A request becomes overdue; each entry that was overdue before it
+        gets a quantum and two loads; then it gets its own."""
         first = entry.paused_since
         others = (e for e in (*self.paused, *self.active.values()) if e.paused and e is not entry)
         num_before = sum(other.paused_since <= first for other in others)
@@ -156,7 +156,7 @@ class AdapterSlices:
         entry.num_requests += 1
 
     def leave(self, adapter: AdapterDigest) -> None:
-        """A request of an adapter is over, and no launched step computes it."""
+        """A request of an adapter is finished, and no launched step computes it."""
         entry = self.entries[adapter]
         entry.num_requests -= 1
         if not entry.num_requests:
@@ -171,7 +171,7 @@ class AdapterSlices:
             self._move(entry, EntryState.RUNNING)
 
     def drop(self, request: Request) -> None:
-        """A paused request resumes, or is over, or was preempted."""
+        """A paused request resumes, or is finished, or was preempted."""
         entry = self.entry_of(request)
         del entry.paused[request]
         self.num_paused_requests -= 1
@@ -199,7 +199,7 @@ class AdapterSlices:
         self.total_pauses += 1
 
     def _move(self, entry: Entry, state: EntryState) -> None:
-        """The one place at which an entry changes its state."""
+        """The only method that changes an entry's state."""
         assert entry.adapter is not None
         if self.active.pop(entry.adapter, None) is not None:
             self._num_active_blocks -= entry.num_blocks
@@ -234,23 +234,22 @@ class AdapterSlices:
         return self._fit([*self.active, adapter], num_blocks)
 
     def _fit(self, adapters: Collection[AdapterDigest], num_blocks: int) -> bool:
-        """Whether these of the entries can run at once, and weights still load ahead if not all
-        entries can."""
+        """Whether these entries can run at once, with room to load ahead if not all entries can."""
         return self._adapters.fits(adapters, num_blocks, leaves_spare=self._is_crowded)
 
     def open_lanes(self) -> dict[AdapterDigest | None, None]:
-        """Adapters that requests wait for and that may run now."""
+        """Adapters with waiting requests that may run now."""
         lanes, resident = self._waiting.lanes, self._adapters.slots.by_owner
         is_open: dict[AdapterDigest | None, None] = {None: None} if None in lanes else {}
         if len(lanes) > len(is_open):
-            # Adapters that are wanted may be many more than those that are there, or many fewer.
+            # There may be many more wanted adapters than resident ones, or many fewer.
             few = lanes if len(lanes) < len(resident) else resident
             is_open |= dict.fromkeys(d for d in few if d in lanes and self.is_open(d))
         return is_open
 
     def num_kept_rows(self, adapter: AdapterDigest | None) -> int:
-        """Free rows that a new request must leave: those of entries paused for a moment, which
-        entries in their first quantum may use, and of entries that have none."""
+        """Free rows that a new request must leave: those of entries paused a moment ago, which
+        entries in their first quantum may use, and those of entries without a row."""
         if not (self._num_kept_rows or self.without_row) or adapter in self.without_row:
             return 0
         entry = self.base if adapter is None else self.entries[adapter]
@@ -258,8 +257,8 @@ class AdapterSlices:
         return len(self.without_row) + (0 if is_new else self._num_kept_rows)
 
     def returning(self) -> Iterator[Request]:
-        """Paused requests that may run now, as long as there are rows for them: first those that
-        were granted one."""
+        """Paused requests that may run now, while there are rows for them: first those that were
+        granted one."""
         found = [
             (request not in self._granted, request.since, request.serial, request)
             for entry in (self.base, *self.active.values())
@@ -271,7 +270,7 @@ class AdapterSlices:
                 yield request
 
     def give_up(self, adapter: AdapterDigest) -> None:
-        """An entry without a row lacks pages to begin: another may run in this step."""
+        """An entry without a row lacks pages to start: another may run in this step."""
         if adapter in self.active and not self._adapters.num_seats(adapter):
             self._yield(self.active[adapter])
 
@@ -280,7 +279,7 @@ class AdapterSlices:
     def begin_step(
         self, step_id: StepId, loaded: Collection[Request], has_room: HasRoom, pause: Pause
     ) -> None:
-        """Choose the entries that run. `loaded`: requests that have their pages already and wait in
+        """Choose the entries that run. `loaded`: requests that already have their pages and wait in
         no lane."""
         self.step_id = step_id
         self._without_room = set()
@@ -297,8 +296,8 @@ class AdapterSlices:
             self._num_kept_rows = self._count_kept_rows()
 
     def _free_unwanted(self, loaded: Collection[Request], has_room: HasRoom) -> None:
-        """Entries whose weights have come run. Those yield that have no row, and no request that
-        could begin now."""
+        """Entries whose weights have arrived start to run. Entries yield if they have no row and no
+        request that could start now."""
         wanted = {request.group[0] for request in loaded}
         for entry in list(self.active.values()):
             assert entry.adapter is not None
@@ -313,8 +312,8 @@ class AdapterSlices:
                 self._yield(entry)
 
     def _in_order(self, loaded: Collection[Request]) -> list[Claim]:
-        """Overdue entries; waiting ones in the policy's order, and paused ones for which a request
-        has come since; then the paused entry that has waited longest."""
+        """Overdue entries; waiting ones in the policy's order, and paused ones with a new request;
+        then the entry that has been paused longest."""
         paused = sorted(self.paused, key=lambda entry: (entry.paused_since, entry.adapter))
         heads: dict[Entry, Request | None] = {
             entry: None for entry in paused if self.is_overdue(entry.paused_since)
@@ -337,7 +336,7 @@ class AdapterSlices:
         return order
 
     def _choose(self, has_room: HasRoom, pause: Pause) -> None:
-        """Entries run that fit beside the others; then the next displaces some."""
+        """Entries run if they fit beside the others; then the next one displaces some."""
         for entry, head in self._claims:
             assert entry.adapter is not None
             fits = self._fits_too(entry.adapter)
@@ -414,7 +413,7 @@ class AdapterSlices:
                 first = next(iter(entry.paused))
                 if not self._num_rows(entry) and not self.is_overdue(first.since):
                     firsts.append(first)
-        if len(rows.free) <= len(wanted):  # else rows are left, and the policy's order decides
+        if len(rows.free) <= len(wanted):  # otherwise rows are left, and the policy's order decides
             wanted += [r for r in self._newcomers(loaded) if has_room(r)]
         num_rows: Counter[AdapterDigest | None] | None = None
         for index, request in enumerate((*wanted, *firsts)):
@@ -437,7 +436,8 @@ class AdapterSlices:
                 self.without_row[entry.adapter] = entry
 
     def _newcomers(self, loaded: Collection[Request]) -> Iterator[Request]:
-        """The first requests of entries that may run and have neither a row nor a paused one."""
+        """The first requests of entries that may run and have neither a row nor a paused
+        request."""
         waiting = self._waiting
         adapters = [adapter for adapter in self.open_lanes() if adapter is not None]
         firsts = [key[2] for key in sorted(waiting.keys_of(adapters))]
@@ -453,8 +453,8 @@ class AdapterSlices:
                 yield request
 
     def _lender(self, request: Request, num_rows: Counter[AdapterDigest | None]) -> Request | None:
-        """Of the entry with the most rows, the request that has run longest, and for a quantum;
-        one whose prompt is not computed yet comes last."""
+        """From the entry with the most rows: the request that has run longest, and for at least a
+        quantum. A request whose prompt is not computed yet comes last."""
         latest = self.step_id - self.min_quantum_steps
         old = [r for r in self.rows.running if r.since <= latest]
         for adapter, _ in num_rows.most_common():
@@ -467,8 +467,8 @@ class AdapterSlices:
         return None
 
     def _count_kept_rows(self) -> int:
-        """Rows stay free for entries that were paused a moment ago: a short request of another
-        adapter so costs them a short pause. Not where requests differ in importance."""
+        """Rows stay free for entries that were paused a moment ago, so a short request of another
+        adapter costs them only a short pause. Not if requests differ in importance."""
         if self.importance is not None or not self.rows.running:
             return 0
         brief = (e for e in self.paused if self._age(e) < self.min_quantum_steps)
@@ -479,8 +479,8 @@ class AdapterSlices:
     # Weights
 
     def prepare(self, loaded: Collection[Request], without_room: set[AdapterDigest | None]) -> None:
-        """Bring weights to the device: for entries that may run, then for the next ones, last for
-        those that lack pages. As many as there are slots; those beyond come to the host."""
+        """Load weights to the device: for entries that may run, then for the next ones, last for
+        those that lack pages. As many as there are slots; later ones are loaded to the host."""
         lanes, adapters = self._waiting.lanes, self._adapters
         claims, self._claims = self._claims, []
         if not (self.active or self.paused or loaded or len(lanes) > (None in lanes)):
@@ -495,7 +495,7 @@ class AdapterSlices:
         unseated = [d for d in dict.fromkeys(wanted) if d and not adapters.num_seats(d)]
         unseated.sort(key=(without_room | self._without_room).__contains__)
         most = adapters.num_obtaining(unseated)
-        # Not the ones beyond that have a slot: it is up for others.
+        # Not later ones that have a slot: the slot is available to others.
         beyond = [d for d in unseated[most:] if adapters.slots.find(d) is None]
         if unseated:
             adapters.prepare([*unseated[:most], *beyond][: self.max_loras or None])
@@ -510,13 +510,13 @@ class AdapterSlices:
         return self.step_id - request.since < self._waiting.policy.patience_steps
 
     def _num_rows(self, entry: Entry) -> int:
-        """Rows of an entry; of the base model's, whether it has any."""
+        """Rows of an entry; for the base model, whether it has any."""
         if entry.adapter is not None:
             return self._adapters.num_seats(entry.adapter)
         return int(any(request.group[0] is None for request in self.rows.running))
 
     def _importance(self, entry: Entry, head: Request | None) -> int:
-        """That of its most important request that has begun, or of `head`."""
+        """The importance of its most important started request, or of `head`."""
         assert self.importance is not None
         begun = [r for r in self.rows.running if r.group[0] == entry.adapter]
         requests = [*begun, *entry.paused, *([] if head is None else [head])]

@@ -1,5 +1,5 @@
-"""One function per invariant of adapter time slices; each raises AssertionError saying what is
-wrong. For tests and the simulator, which call `audit` after every step. Reads everything."""
+"""One function per invariant of adapter time slices; each raises AssertionError with the violation.
+For tests and the simulator, which call `audit` after every step. Reads everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def entries_have_requests(slices: AdapterSlices) -> None:
 
 
 def states_are_listed(slices: AdapterSlices) -> None:
-    """Each entry is in the lists of its state, and those that may run at once are few enough."""
+    """Each entry is in the lists of its state, and few enough may run at once."""
     for adapter, entry in slices.entries.items():
         is_active = entry.state in (EntryState.LOADING, EntryState.RUNNING)
         assert is_active == (adapter in slices.active), f"{entry.state} and in the wrong list"
@@ -54,7 +54,7 @@ def paused_requests_have_pages_and_no_row(slices: AdapterSlices) -> None:
 
 
 def no_pause_is_longer_than_its_bound(slices: AdapterSlices) -> None:
-    """L07: a stream pauses for a stated number of steps at most, but where others are more
+    """L07: a stream pauses for at most a stated number of steps, unless others are more
     important."""
     if slices.importance is not None:
         return

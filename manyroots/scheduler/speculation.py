@@ -1,7 +1,7 @@
-"""Which rows get drafts in a step, and how long these are.
+"""Chooses which rows get drafts in a step, and how long the drafts are.
 
-Takes running requests whose tokens are all known; gives guesses of a source, and learns from
-results how often they were right. A wrong guess costs time and changes no token.
+Takes running requests whose tokens are all known; gives a source's guesses, and learns from results
+how often they were right. A wrong guess costs time and changes no token.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from manyroots.step import MAX_STEP_DRAFT_TOKENS, Int32s
 MAX_ROWS = 32
 """With more rows a step computes enough without drafts, and guessing would delay its plan."""
 LOOKED_EVERY = 4
-"""Steps between guesses that nothing checks."""
+"""Steps between guesses that no step checks."""
 
 
 class DraftSource(Protocol):
-    """Where guesses come from."""
+    """A source of guesses."""
 
     def guess(self, request: Request, most: int) -> Int32s:
-        """At most so many tokens that may follow a request's known ones."""
+        """At most this many tokens that may follow a request's known ones."""
         ...
 
     def ended(self, request: Request) -> None:
-        """A request is over."""
+        """A request is finished."""
         ...
 
     def forget(self) -> None:
-        """Nothing that was said before may be used any more."""
+        """Earlier output may no longer be used."""
         ...
 
 
@@ -66,7 +66,7 @@ class SuffixDrafts:
 
 
 class Speculation:
-    """Makes drafts and counts what became of them."""
+    """Makes drafts and counts the results."""
 
     def __init__(self, choice: SpeculationChoice, source: DraftSource | None = None) -> None:
         """`source`: None for earlier text."""
@@ -83,12 +83,12 @@ class Speculation:
 
     @property
     def is_on(self) -> bool:
-        """Whether the next step should be planned only when all tokens are known, since it may
-        have drafts."""
+        """Whether the next step should be planned only when all tokens are known, since it may have
+        drafts."""
         return self._is_on and self.source is not None
 
     def choose(self, running: Collection[Request], step_id: StepId) -> None:
-        """Decide whether the step that is planned now, and the one after it, may have drafts."""
+        """Decide whether the step being planned, and the one after it, may have drafts."""
         num_rows = len(running)
         if num_rows == 0:
             return
@@ -120,12 +120,11 @@ class Speculation:
             progress.guessed_at = len(tokens)
 
     def most_tokens(self, num_tokens_left: int, num_running: int) -> int:
-        """How many guesses a step may check, whose budget is so large: a row's own token comes
-        first."""
+        """How many guesses a step with this budget may check: a row's own token comes first."""
         return min(MAX_STEP_DRAFT_TOKENS, num_tokens_left - num_running)
 
     def draft(self, request: Request, most: int) -> Int32s:
-        """Guesses of what follows a request's known tokens, at most so many."""
+        """Guesses of the tokens after a request's known ones, at most this many."""
         source, longest = self.source, self._choice.num_tokens
         assert source is not None
         if self._choice.is_adaptive:
@@ -142,7 +141,8 @@ class Speculation:
         if not len(guessed) and self._choice.is_adaptive:
             self._gains.checked(request.group, self._progress(request), 0)
         if request.stop_ids:
-            # What ends the sequence is never a guess: the sampler says it, and nothing follows.
+            # A token that ends the sequence is never guessed: the sampler chooses it, and nothing
+            # follows.
             for place, token in enumerate(guessed.tolist()):
                 if token in request.stop_ids:
                     return guessed[:place]
@@ -160,17 +160,17 @@ class Speculation:
         self._gains.checked(request.group, self._progress(request), num_accepted)
 
     def measured(self, num_rows: int, seconds: float, *, drafts: bool) -> None:
-        """A step in which all rows decoded took so long; `drafts`: it may have had guesses."""
+        """A step in which all rows decoded took this long; `drafts`: it may have had guesses."""
         if seconds > 0.0 and 0 < num_rows <= MAX_ROWS:
             self._costs.measured(num_rows, seconds, drafts=drafts)
 
     def ended(self, request: Request) -> None:
-        """A request is over."""
+        """A request is finished."""
         if self.source is not None:
             self.source.ended(request)
 
     def forget(self) -> None:
-        """Nothing that was said before may be used any more."""
+        """Earlier output may no longer be used."""
         if self.source is not None:
             self.source.forget()
 

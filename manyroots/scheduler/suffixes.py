@@ -1,9 +1,9 @@
-"""Guesses how a text goes on, from earlier places where it went the same way.
+"""Guesses how a text continues, from earlier occurrences of its last tokens.
 
 Takes a sequence's tokens and the recent output of its namespace (adapter and salt); gives the
-tokens that followed the longest equal suffix. Texts are arrays and are searched when a guess is
-wanted: a comparison of 30,000 tokens takes some ten microseconds, so no index is kept. Outputs of
-one namespace are never searched for another.
+tokens that followed the longest equal suffix. Texts are arrays and are searched on demand:
+comparing 30,000 tokens takes some ten microseconds, so there is no index. Outputs of one namespace
+are never searched for another.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ AdapterAndSalt = tuple[AdapterDigest | None, str | None]
 """Adapter and salt."""
 
 RECENT_TOKENS = 1 << 14
-"""Of a namespace's output, the newest so many are kept."""
+"""The newest tokens of a namespace's output that are kept."""
 MAX_NAMESPACES = 256
-"""Of more, the ones not used for longest are forgotten: 16 MiB in all."""
+"""With more, the least recently used are forgotten: 16 MiB in all."""
 MAX_PLACES = 16
-"""Places of an equal suffix that are compared; the newest."""
+"""Occurrences of an equal suffix that are compared; the newest."""
 _BREAK = -1
 """Between two outputs: equals no token."""
 
@@ -38,7 +38,7 @@ class RecentOutputs:
         self._texts: OrderedDict[AdapterAndSalt, Int32s] = OrderedDict()
 
     def add(self, group: AdapterAndSalt, output: Int32s) -> None:
-        """A sequence of this namespace is over."""
+        """A sequence of this namespace is finished."""
         old = self._texts.pop(group, NO_TOKENS)
         parts = (old, np.array([_BREAK], np.int32), output)
         self._texts[group] = np.concatenate(parts)[-RECENT_TOKENS:]
@@ -56,7 +56,7 @@ class RecentOutputs:
 
 
 def guess(tokens: Int32s, recent: Int32s, choice: SpeculationChoice, most: int) -> Int32s:
-    """At most so many tokens that may follow `tokens`, by its own text or by `recent` output,
+    """At most this many tokens that may follow `tokens`, from its own text or from `recent` output,
     whichever has the longer equal suffix."""
     suffix = tokens[-choice.longest_match :]
     length, ends = _places(tokens[:-1], suffix)
@@ -71,7 +71,7 @@ def guess(tokens: Int32s, recent: Int32s, choice: SpeculationChoice, most: int) 
 
 
 def _places(text: Int32s, suffix: Int32s) -> tuple[int, np.ndarray]:
-    """How much of the suffix's end stands elsewhere in a text, and where each such place ends."""
+    """How much of the suffix occurs elsewhere in a text, and where each occurrence ends."""
     ends = np.flatnonzero(text == suffix[-1])
     length = min(len(ends), 1)
     while len(ends) and length < len(suffix):
@@ -84,8 +84,8 @@ def _places(text: Int32s, suffix: Int32s) -> tuple[int, np.ndarray]:
 
 
 def _continuation(text: Int32s, places: np.ndarray, length: int, most: int) -> Int32s:
-    """What most often follows at these places. It is longer where more tokens before it are equal,
-    and where it was seen more often."""
+    """The most frequent continuation at these places. It is longer if more tokens before it are
+    equal, and if it occurred more often."""
     if len(places) == 1:
         followed = text[places[0] :][: min(most, length)]
         breaks = np.flatnonzero(followed == _BREAK)
@@ -97,7 +97,7 @@ def _continuation(text: Int32s, places: np.ndarray, length: int, most: int) -> I
         if not len(following):
             break
         values, counts = np.unique(following, return_counts=True)
-        # Of equally frequent ones, what came last.
+        # Of equally frequent ones, the newest.
         likely = counts == counts.max()
         token = int(next(t for t in following[::-1].tolist() if t in values[likely]))
         if token == _BREAK or len(said) >= length * int(counts.max()):

@@ -37,7 +37,7 @@ _ALLOWED = re.compile(r"behind (?:a|the|your) proxy", re.I)
 ROOMS = (
     "api", "bench", "cache", "cli", "conformance", "distributed", "engine", "files", "gateway",
     "grammar", "kernels", "layers", "llm", "lora", "models", "observe", "process", "ray",
-    "routing", "runner", "simulate", "store", "text", "*.py",
+    "routing", "runner", "scheduler", "simulate", "store", "text", "*.py",
 )  # fmt: skip
 """Rooms of manyroots/ whose comments and texts are checked."""
 GENERATED = {ROOT / path for path in QUICK | SLOW}

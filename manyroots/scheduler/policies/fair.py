@@ -1,7 +1,7 @@
 """Fair between adapters and tenants: the tenant that was served the fewest tokens is next.
 
-Start-time fair queueing. An account counts what one tenant was served with one adapter, while any
-of its requests is unfinished; nothing is kept of a tenant without requests.
+Start-time fair queueing. An account counts one tenant's tokens with one adapter, while any of its
+requests is unfinished. Nothing is kept for a tenant without requests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from manyroots.scheduler.request import Request
 
 
 class Account:
-    """What one tenant was served with one adapter."""
+    """The tokens of one tenant with one adapter."""
 
     __slots__ = ("lane", "line", "num_served_tokens", "taken")
 
     def __init__(self, num_served_tokens: int) -> None:
         self.num_served_tokens = num_served_tokens
-        """On the scale of virtual time: it begins at the time at which the tenant came."""
+        """On the scale of virtual time: it starts at the time of the tenant's arrival."""
         self.line = Line()
         self.lane: FairLane | None = None
-        """Where the line's requests wait."""
+        """The lane in which its requests wait."""
         self.taken: set[Request] = set()
         """Requests that left the line for the batch and are unfinished."""
 
@@ -38,13 +38,13 @@ class Account:
 class FairPolicy(FcfsPolicy):
     """Accounts of all tenants.
 
-    Virtual time is the largest account that a request began from. It is at least the lowest account
-    of those that wait, and the highest of all where none waits. A tenant that comes, or comes back
-    when none of its requests waits, starts there: no credit for absence, and no debt for tokens
-    that no other tenant wanted.
+    Virtual time is the largest account from which a request started. It is at least the lowest
+    account of waiting tenants, and the highest of all if none waits. A tenant that arrives, or
+    returns when none of its requests waits, starts there. It gets no credit for absence, and no
+    debt for tokens that no other tenant wanted.
 
-    While two tenants both have waiting requests that could begin, the tokens that they are served
-    differ by at most twice what the running requests of one may still compute.
+    While two tenants both have waiting requests that could start, their served tokens differ by at
+    most twice what the running requests of one may still compute.
     """
 
     charges_tokens = True
@@ -52,14 +52,14 @@ class FairPolicy(FcfsPolicy):
     def __init__(self) -> None:
         self.virtual_time = 0
         self._highest = 0
-        """The highest account that there was."""
+        """The highest account so far."""
         self.accounts: dict[GroupKey, Account] = {}
 
     def new_lane(self, adapter: AdapterDigest | None) -> Lane:
         return FairLane(adapter, self)
 
     def arrive(self, request: Request, order: Ranking[Lane]) -> None:
-        """A request that lost its row is no arrival: its tenant never stopped waiting."""
+        """A request that lost its row is not an arrival: its tenant never stopped waiting."""
         account = self.accounts.get(request.group)
         if account is not None and (request in account.taken or account.line.rank is not None):
             return
@@ -94,7 +94,7 @@ class FairPolicy(FcfsPolicy):
 
 
 class FairLane(Lane):
-    """A line for each tenant; the one that was served least is next."""
+    """A line for each tenant; the tenant that was served least is next."""
 
     __slots__ = ("_policy", "_tenants", "adapter")
 
@@ -133,7 +133,7 @@ class FairLane(Lane):
         self._policy.close(request)
 
     def note(self, account: Account) -> None:
-        """A tenant's account is lower than it was."""
+        """A tenant's account is lower than before."""
         self._tenants.note(account)
 
     def __iter__(self) -> Iterator[Request]:

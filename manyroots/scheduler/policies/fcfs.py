@@ -12,7 +12,7 @@ from manyroots.scheduler.request import Request
 
 
 class FcfsPolicy(SchedulingPolicy):
-    """The other policies change what they need of this one."""
+    """Other policies override parts of this one."""
 
     importance: Importance | None = None
     charges_tokens = False

@@ -1,6 +1,6 @@
 """Grouped by adapter: an adapter's waiting requests are taken together, in order of arrival.
 
-So fewer adapters run at once and weights are loaded less often.
+Fewer adapters thus run at once, and weights are loaded less often.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request
 
 PATIENCE_STEPS = 256
-"""An entry so long displaces no other: what waits for those that run may be grouped first."""
+"""An entry that has waited for less displaces no other: waiting requests of running adapters may be
+grouped first."""
 ROW_PATIENCE_STEPS = 512
-"""And so long takes no other's row: an answer's length. An entry that came sooner would run beside
-the others for as long."""
+"""An entry that has waited for less takes no other's row: the length of an answer. An entry that
+started sooner would run beside the others for as long."""
 CHOICE = 4
-"""The adapter with the most requests is loaded next, of so many times those that fit, oldest
-first: one load then serves as many requests as it can."""
+"""The adapter with the most requests is loaded next, among this many times those that fit, oldest
+first. One load then serves as many requests as possible."""
 
 
 def _begun_first(request: Request) -> int:
-    """A preempted request resumes before any other begins."""
+    """A preempted request resumes before any other starts."""
     return 0 if request.num_cached_tokens is None else -1
 
 
 class PackPolicy(FcfsPolicy):
-    """One group at a time: what waits for an adapter when it is chosen. A later request is part of
-    its next group, so that the oldest request's adapter is next in the end."""
+    """One group at a time: the requests that wait for an adapter when it is chosen. A later request
+    joins its next group, so the oldest request's adapter is always served in the end."""
 
     patience_steps = PATIENCE_STEPS
     row_patience_steps = ROW_PATIENCE_STEPS

@@ -1,4 +1,5 @@
-"""By priority: the lower number goes first and gives way last; equals keep the order of arrival."""
+"""By priority: a lower number starts first and is preempted last; equals keep the order of
+arrival."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a scheduling policy decides: the order of waiting requests, and which request gives way.
+"""The interface of a scheduling policy: the order of waiting requests, and the preemption victim.
 
 Takes requests and their lanes; gives keys, lanes and victims. Knows no row, page or adapter slot.
-The scheduler asks a policy through this protocol alone and never by its name.
+The scheduler uses a policy only through this protocol, never by its name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Open = Container[AdapterDigest | None]
 
 
 class SchedulingPolicy(Protocol):
-    """One policy, with what it has counted."""
+    """One policy, with its counters."""
 
     importance: Importance | None
-    """A request gives way to one whose importance is a lower number. None: all are equal."""
+    """A request is preempted for one with a lower number. None: all are equal."""
     charges_tokens: bool
-    """Whether `charge` must be told of each sampled token."""
+    """Whether `charge` must be called for each sampled token."""
     patience_steps: int
     """Steps for which a waiting entry displaces no other."""
     row_patience_steps: int
@@ -36,12 +36,12 @@ class SchedulingPolicy(Protocol):
         """A lane for one adapter's waiting requests, which keeps them in order."""
 
     def next_lane(self, first: Lane, lanes: Lanes, is_open: Open) -> Lane:
-        """The lane that the next request is taken from. `first` has the lowest key."""
+        """The lane from which the next request is taken. `first` has the lowest key."""
 
     def next_adapters(
         self, first: Callable[[int], list[Lane]], count: int, resident: Sequence[Lane]
     ) -> Iterable[Lane]:
-        """At least the `count` lanes whose adapters come next. `first` gives those with the lowest
+        """At least the `count` lanes whose adapters are next. `first` gives those with the lowest
         keys, `resident` are those whose weights are on the device."""
 
     def arrive(self, request: Request, order: Ranking[Lane]) -> None:
@@ -50,18 +50,18 @@ class SchedulingPolicy(Protocol):
     # What serving a token charges
 
     def charge(self, request: Request, num_tokens: int) -> Lane | None:
-        """Tokens are computed for a request, or were not after all where the number is negative.
-        Gives the lane whose key is lower now, if any."""
+        """Tokens are computed for a request; a negative number takes earlier ones back. Returns the
+        lane whose key is lower now, if any."""
 
     def num_served_tokens(self, request: Request) -> int:
-        """What was charged for the request's tenant."""
+        """The tokens charged to the request's tenant."""
 
     def close(self, request: Request) -> None:
-        """A request that does not wait is over."""
+        """A request that does not wait is finished."""
 
     # Which running request is the victim
 
     def victim(
         self, candidates: Sequence[Request], cost: Callable[[Request], tuple[int, int]]
     ) -> Request | None:
-        """The request that is preempted where pages are short. `cost`: to resume one."""
+        """The request to preempt when pages are short. `cost`: the cost to resume one."""

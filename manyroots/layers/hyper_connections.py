@@ -46,8 +46,8 @@ class HyperConnection:
         yield f"{own}scale", Fill(self.data.scale)
 
 
-class Half(Protocol):
-    """What a residual must know of a half of a layer."""
+class ResidualReader(Protocol):
+    """The part of a sublayer that a residual stream needs."""
 
     reader: Linear | None
     norm: RMSNorm | NoNorm
@@ -60,7 +60,7 @@ class OneStream:
     def __init__(self, embedded: Tensor, kernels: Kernels) -> None:
         self._rows, self._kernels = embedded, kernels
 
-    def read(self, half: Half, product: DeferredOutput | None) -> NormedRows:
+    def read(self, half: ResidualReader, product: DeferredOutput | None) -> NormedRows:
         """What a half reads after the product of the half before."""
         if product is None:
             return half.norm.first(self._rows)
@@ -84,7 +84,7 @@ class ManyStreams:
         self._kernels, self._end = kernels, end
         self._last: HyperRead | None = None
 
-    def read(self, half: Half, product: DeferredOutput | None) -> NormedRows:
+    def read(self, half: ResidualReader, product: DeferredOutput | None) -> NormedRows:
         assert half.hyper is not None, "all layers of such a model have them"
         self._write(product)
         self._last = self._kernels.hyper.read_streams(self._streams, half.hyper.data)

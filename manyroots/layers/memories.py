@@ -208,7 +208,7 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """One row of numbers for each token, or for each group of tokens that was compressed.
 
     A row of a group lies in the page of the group's last token. Groups never cross pages."""
@@ -228,7 +228,7 @@ class Rows:
     num_chosen: int | None = None
     """Rows that a query chooses at most; None: all."""
 
-    def in_dtype(self, dtype: str) -> Rows:
+    def in_dtype(self, dtype: str) -> TokenRows:
         raise ConfigError(
             "--kv-cache-dtype is fp8, and this model's layers keep compressed groups of tokens, "
             "which this version keeps in the model's dtype alone. Leave it at auto."

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Scoring
-from manyroots.layers.memories import KV, Latent, Memory, Rows, StateMemory, StatePart
+from manyroots.layers.memories import KV, Latent, Memory, StateMemory, StatePart, TokenRows
 
 Divide = Callable[[str, int], int]
 """A rank's share of a number of named things; raises if ranks cannot divide them."""
@@ -362,22 +362,22 @@ class CompressedSpec:
     name: str = "self_attn"
 
     @property
-    def memories(self) -> tuple[Rows, ...]:
+    def memories(self) -> tuple[TokenRows, ...]:
         """Keys within the window; then what tokens of groups that are not complete yet add to
         their entries, and the entries with what queries choose them by."""
-        keys = Rows(self.head_dim, self.window)
+        keys = TokenRows(self.head_dim, self.window)
         groups = self.groups
         if groups is None:
             return (keys,)
         width = self.head_dim + groups.index_dim
-        entries = Rows(
+        entries = TokenRows(
             width,
             None,
             groups.size,
             groups.index_dim,
             None if groups.index is None else groups.index.num_chosen,
         )
-        return keys, Rows(2 * groups.num_series * width, groups.span), entries
+        return keys, TokenRows(2 * groups.num_series * width, groups.span), entries
 
     def cut(self, divide: Divide) -> CompressedSpec:
         return replace(

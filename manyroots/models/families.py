@@ -14,7 +14,7 @@ from typing import assert_never
 import torch
 
 from manyroots.errors import ConfigError
-from manyroots.layers.memories import KV, Latent, Memory, Rows
+from manyroots.layers.memories import KV, Latent, Memory, TokenRows
 from manyroots.layers.spec import (
     AttentionSpec,
     ChannelDeltaSpec,
@@ -96,7 +96,7 @@ def pages_in(spec: ModelSpec) -> str:
 
 def check_page_size(layers: Sequence[LayerSpec], page_size: int) -> None:
     """Refuse pages that do not hold whole groups of tokens, where a model compresses groups."""
-    groups = (f.memory.group for f in families(layers) if isinstance(f.memory, Rows))
+    groups = (f.memory.group for f in families(layers) if isinstance(f.memory, TokenRows))
     largest = max(groups, default=1)
     if page_size % largest:
         raise ConfigError(

@@ -165,6 +165,8 @@ class AdapterLoaded:
     load_id: LoadId
     error: str | None
     """None if the weights are where they were wanted; else why not, for the caller to read."""
+    seconds: float = field(default=0.0, compare=False)
+    """How long the load itself took; 0 where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

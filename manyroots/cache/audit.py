@@ -93,7 +93,11 @@ def units_balance(view: AuditView) -> None:
     """Ledger H10: free + cached + held = total, on every plane."""
     for each in view.pools:
         pool, holders, where = each.pool, each.holders, each.where
-        assert len(holders) == pool.num_units, where
+        assert len(holders) == pool.num_units + pool.num_lent, where
+        lent = set(pool.lent_units().tolist())
+        assert len(lent) == pool.num_lent, f"{where}: a unit is lent twice"
+        assert not lent & set(pool.free_units().tolist()), f"{where}: a lent unit is free"
+        assert not any(holders[u] or each.indexed[u] for u in lent), f"{where}: a lent unit is used"
         assert min(holders) >= 0, f"{where}: a unit has fewer than no holders"
         held = len(holders) - holders.count(0)
         cached = list(zip(holders, each.indexed, strict=True)).count((0, True))

@@ -26,6 +26,7 @@ from manyroots.cache.inspection import TreeWalk, plane_views
 from manyroots.cache.keeping import Keep, Keeper
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
+from manyroots.cache.loans import Loans
 from manyroots.cache.matching import Limit, Match
 from manyroots.cache.next_turns import NextTurns
 from manyroots.cache.onboarding import Onboarding
@@ -112,6 +113,7 @@ class PrefixCache:
             self.index, self.evictors, self.publisher, self.keeper, hasher, self.transfers.next_id
         )
         self._onboarding = Onboarding(self.index, self._allocator, self.transfers)
+        self.loans = Loans(self.index, self.evictors, self.costs)
         self._tree = self.index.tree
         self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
@@ -152,7 +154,11 @@ class PrefixCache:
         lease.num_prompt_tokens, lease.retention = num_prompt_tokens, retention
         if depth == 0:
             return lease
+        pool = self.index.pools[0]
+        num_found, was_fork = pool.total_found, cursor.is_fork
         depth = self._holder.hold(lease, nodes, depth, tokens)
+        if was_fork:
+            pool.total_found_forks += pool.total_found - num_found
         if depth:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size

@@ -93,6 +93,11 @@ class Costs:
             seconds += num_units * (rate.seconds_per_one or 0.0)
         return seconds or num_pages * self._page_s(Tier.HOST)
 
+    def page_s(self, num_tokens: int, *, is_on_host: bool) -> float:
+        """To have a page of so many tokens again: from the host if that is quicker."""
+        seconds = num_tokens * self._token_s
+        return min(seconds, self.load_s(1) or seconds) if is_on_host else seconds
+
     def _page_s(self, source: Tier) -> float:
         """A page is at most one unit of each family."""
         rates = [rate.seconds_per_one for rate in self._loads[source].values()]

@@ -182,7 +182,20 @@ class Evictor:
             places = self.loose(node, most)
             if self._teaches and len(places):
                 self._teach(node, places)
+            if queue is self._kept:
+                self._pool.total_evicted_forks += len(places)
             self._index.remove(node, self._plane.index, places)
+
+    @property
+    def next_use(self) -> tuple[int, bool] | None:
+        """When what goes next was last used, and whether it is a fork; None if nothing can go, or
+        only what is marked."""
+        others, kept = self._head(self._others), self._head(self._kept)
+        if kept is None:
+            return None if others is None else (others[0], False)
+        if others is None or (self._excess() > 0 and kept[:2] < others[:2]):
+            return kept[0], True
+        return others[0], False
 
     def next_nodes(self, count: int) -> list[Node]:
         """Nodes whose units would go next, up to `count` units; changes nothing."""

@@ -20,7 +20,9 @@ def add_simulate_command(commands: Any) -> None:
     simulate.add_argument(
         "trace", metavar="TRACE", nargs="+",
         help="JSONL file in our format or Mooncake's, or a generated trace: chat, adapters, "
-        "rollouts, agents, scans, documents or reasoning. Several only with --hit-rates",
+        "rollouts, agents, scans, documents, reasoning, hot_documents, many_adapters, "
+        "adapter_talks, adapter_scans or shifting. Several only with --hit-rates, --states or "
+        "--memory-splits",
     )  # fmt: skip
     engine = simulate.add_argument_group("engine")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
@@ -33,7 +35,10 @@ def add_simulate_command(commands: Any) -> None:
         "the memory of this many pages of all layers, split as in the engine",
     )  # fmt: skip
     engine.add_argument(
-        "--max-model-len", type=int, metavar="N", help="with --window: the longest request"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="with --window or --one-memory: the longest request",
     )
     engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
@@ -62,6 +67,10 @@ def add_simulate_command(commands: Any) -> None:
     engine.add_argument(
         "--adapter-memory", type=float, default=None, metavar="GIB",
         help="device memory that adapters share, as with --max-loras auto; default: no limit",
+    )  # fmt: skip
+    engine.add_argument(
+        "--one-memory", action="store_true",
+        help="pages and adapters share memory; --num-pages and --adapter-memory are the start",
     )  # fmt: skip
     engine.add_argument("--max-cpu-loras", type=int, default=0, metavar="N", help="0: no limit")
 
@@ -105,6 +114,11 @@ def add_simulate_command(commands: Any) -> None:
         "states (512), or a share of those that an infinite cache keeps (50%%)",
     )  # fmt: skip
     output.add_argument(
+        "--memory-splits", type=float, metavar="GIB",
+        help="mean time to the first token with this memory for pages and adapters: by fixed "
+        "splits, and with one memory for both",
+    )  # fmt: skip
+    output.add_argument(
         "--checkpoint-interval-tokens", type=int, default=2048, metavar="N",
         help="with --states: a checkpoint at least every N prompt tokens",
     )  # fmt: skip
@@ -127,6 +141,8 @@ def _run(arguments: dict[str, Any]) -> int:
         return _hit_rates(arguments)
     if arguments["states"]:
         return _state_rates(arguments)
+    if arguments["memory_splits"]:
+        return _memory_splits(arguments)
     if len(arguments["trace"]) > 1:
         raise ConfigError("several traces at once are for --hit-rates; give one.")
     arguments["trace"] = arguments["trace"][0]
@@ -189,6 +205,7 @@ def _job(arguments: dict[str, Any]) -> SimulationJob:
             max_loras=arguments["max_loras"],
             max_cpu_loras=arguments["max_cpu_loras"],
             adapter_memory_bytes=None if memory is None else memory * 2**30,
+            one_memory=arguments["one_memory"],
         ),
         costs=with_costs(costs, dict(_parse_cost(text) for text in arguments["cost"])),
         seed=arguments["seed"],
@@ -324,6 +341,30 @@ def _state_rates(arguments: dict[str, Any]) -> int:
     Console(highlight=False, soft_wrap=True, width=200).print(state_rate_table(rows))
     if arguments["json"]:
         text = json.dumps([asdict(row) for row in rows], indent=2)
+        Path(arguments["json"]).write_text(text + "\n")
+    return 0
+
+
+def _memory_splits(arguments: dict[str, Any]) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from manyroots.simulate.memory_splits import compare_splits
+    from manyroots.simulate.tables import memory_split_table
+
+    rows = []
+    for name in arguments["trace"]:
+        job = _job({**arguments, "trace": name})
+        rows.append(
+            compare_splits(
+                name, job.trace, job.settings, job.costs,
+                memory_bytes=arguments["memory_splits"] * 2**30, seed=job.seed, audit=job.audit,
+            )
+        )  # fmt: skip
+    Console(highlight=False, soft_wrap=True, width=200).print(memory_split_table(rows))
+    if arguments["json"]:
+        text = json.dumps([{**asdict(row), "gain": row.gain} for row in rows], indent=2)
         Path(arguments["json"]).write_text(text + "\n")
     return 0
 

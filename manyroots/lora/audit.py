@@ -129,8 +129,7 @@ def the_cap_holds(residency: Residency) -> None:
 
 def blocks_are_those_of_owners(residency: Residency, used: list[Slot]) -> None:
     """None is lost, and none is taken twice."""
-    slots, blocks = residency.slots, residency.limits.blocks
-    num_blocks = 0 if blocks is None else blocks.num_blocks
+    slots, num_blocks = residency.slots, residency.slots.num_blocks
     assert slots.num_free_blocks >= 0, "adapters take more than there is"
     taken = sum(slot.num_blocks for slot in used)
     assert taken + slots.num_free_blocks == num_blocks, f"{taken} blocks taken of {num_blocks}"

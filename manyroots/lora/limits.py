@@ -23,14 +23,16 @@ class DeviceBlocks:
     """Device memory that adapters share, each with as many blocks as its own ranks need."""
 
     num_blocks: int
+    """At start, and for good unless pages use the same memory."""
     block_bytes: int
     num_slots: int
     """As many adapters have a slot at most, however small they are."""
 
-    @property
-    def num_spare(self) -> int:
-        """Where not all adapters fit, running ones leave so many, to load the next one ahead."""
-        return self.num_blocks // (SPARE_SLOTS + 1)
+
+def num_spare(num_blocks: int) -> int:
+    """Where not all adapters fit into so many blocks, running ones leave these, to load the next
+    one ahead."""
+    return num_blocks // (SPARE_SLOTS + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

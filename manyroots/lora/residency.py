@@ -15,19 +15,34 @@ No clock, thread or tensor; two instances fed the same calls give the same inten
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.host import HostCopies
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import AdapterLimits, num_spare
 from manyroots.lora.outcomes import LoadOutcome, Prepared, Readiness
 from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
-from manyroots.lora.slots import DeviceSlots
+from manyroots.lora.slots import DeviceSlots, Slot
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.transfers import AdapterTransfers
 from manyroots.messages import AdapterStats
 from manyroots.step import AdapterIntent, AdapterLoaded, SlotRef
+
+
+class Lender(Protocol):
+    """Something else that uses the memory of the device's blocks, and can do with less."""
+
+    @property
+    def num_lendable_blocks(self) -> int:
+        """Blocks that `lend` could give now."""
+
+    def lend(self, num_blocks: int) -> None:
+        """Give the slots so many blocks more, or as many as there are."""
+
+    def is_cheaper(self, idle: Slot) -> bool:
+        """Whether what the lender would give up next is worth less than an idle adapter."""
 
 
 class Residency:
@@ -42,10 +57,14 @@ class Residency:
         # requests still need is the last to go.
         self.host = HostCopies(limits.num_host_copies, self.registry.is_draining)
         self.transfers = AdapterTransfers()
-        self._total_device_evictions = 0
+        self.total_device_evictions = 0
         self._total_host_evictions = 0
         self._total_device_unloads = 0
         self._total_host_unloads = 0
+        self.lender: Lender | None = None
+        """Set once, where adapters share memory with pages."""
+        self.most_blocks = 0
+        """Of the largest adapter so far."""
         self.left: dict[AdapterDigest, str] = {}
         """Why contents that are still needed last left a tier; for people alone."""
 
@@ -61,6 +80,7 @@ class Residency:
         self._check_size(name, spec)
         if is_pinned:
             self._check_pin(name, spec)
+        self.most_blocks = max(self.most_blocks, self.limits.num_blocks(spec))
         registered = self.registry.register(name, spec, path=path, is_pinned=is_pinned)
         self._free(registered.freed)
         if is_pinned:
@@ -167,10 +187,17 @@ class Residency:
         blocks = self.limits.blocks
         if blocks is None:
             return True
-        num_left = blocks.num_blocks - sum(map(self.num_blocks, beside))
+        num_total = self._num_blocks_in_reach
+        num_left = num_total - sum(map(self.num_blocks, beside))
         if leaves_spare and len(adapters) > 1:
-            num_left -= blocks.num_spare
+            num_left -= num_spare(num_total)
         return num_blocks <= num_left
+
+    @property
+    def _num_blocks_in_reach(self) -> int:
+        """Those of adapters, and those that pages could give them now."""
+        lender = self.lender
+        return self.slots.num_blocks + (0 if lender is None else lender.num_lendable_blocks)
 
     def is_resident(self, digest: AdapterDigest) -> bool:
         """Whether an adapter's weights are on the device."""
@@ -185,7 +212,7 @@ class Residency:
         if num_slots is None:
             return True
         if self.limits.blocks is not None:
-            return self.limits.blocks.num_spare > 0
+            return num_spare(self._num_blocks_in_reach) > 0
         num_idle_pins = sum(not self.num_seats(digest) for digest in self.registry.pinned)
         return num_slots - num_idle_pins > (self.limits.max_loras or num_slots)
 
@@ -225,7 +252,7 @@ class Residency:
         if blocks is None:
             return slots.num_slots - slots.num_seated - len(pinned)
         num_pinned = sum(slot.num_blocks for slot in pinned)
-        return blocks.num_blocks - slots.num_seated_blocks - num_pinned
+        return self._num_blocks_in_reach - slots.num_seated_blocks - num_pinned
 
     def num_obtaining(self, unseated: Sequence[AdapterDigest]) -> int:
         """How many of the first of these, of which none runs, can be on the device at once."""
@@ -291,8 +318,10 @@ class Residency:
         self.slots.step_launched(step_id)
         self.transfers.step_launched()
 
-    def step_done(self, step_id: StepId) -> None:
-        """The oldest launched step is over, well or not; it uses no slot any more."""
+    def step_done(self, step_id: StepId, seconds: float = 0.0) -> None:
+        """The oldest launched step is over, well or not; it uses no slot any more. `seconds`: what
+        it took, if that is known."""
+        self.transfers.step_done(seconds)
         for digest, ref in self.slots.step_done(step_id):
             self.transfers.drop(digest, Tier.DEVICE, ref)
 
@@ -332,7 +361,7 @@ class Residency:
 
     def stats(self) -> AdapterStats:
         transfers, blocks = self.transfers, self.limits.blocks
-        num_blocks, size = (0, 0) if blocks is None else (blocks.num_blocks, blocks.block_bytes)
+        num_blocks, size = self.slots.num_blocks, 0 if blocks is None else blocks.block_bytes
         return AdapterStats(
             num_loaded=len(self.registry.loaded),
             num_draining=len(self.registry.draining),
@@ -344,7 +373,7 @@ class Residency:
             total_loads_from_host=transfers.total_loads[Tier.HOST],
             total_loads_from_storage=transfers.total_loads[Tier.STORAGE],
             total_failed_loads=transfers.total_failed_loads,
-            total_device_evictions=self._total_device_evictions,
+            total_device_evictions=self.total_device_evictions,
             total_host_evictions=self._total_host_evictions,
             total_device_unloads=self._total_device_unloads,
             total_host_unloads=self._total_host_unloads,
@@ -423,12 +452,51 @@ class Residency:
     def _make_room_on_device(
         self, needs: Sequence[int], keep: Collection[AdapterDigest]
     ) -> list[tuple[AdapterDigest, SlotRef]]:
-        put_out = self.slots.make_room(needs, {*keep, *self.registry.pinned})
+        kept = {*keep, *self.registry.pinned}
+        if self.lender is not None:
+            self._borrow(self.lender, needs, kept)
+        put_out = self.slots.make_room(needs, kept)
         for digest, _ in put_out:
             self.host.loosen(digest)
-            self._total_device_evictions += 1
+            self.total_device_evictions += 1
             self.left[digest] = "device: its slot was needed for another adapter"
         return put_out
+
+    def _borrow(
+        self, lender: Lender, needs: Sequence[int], kept: Collection[AdapterDigest]
+    ) -> None:
+        """Blocks that these needs lack come from where least is lost, pages or idle adapters; what
+        idle adapters are to give is left to `make_room`."""
+        missing = sum(needs) - self.slots.num_free_blocks
+        if missing <= 0:
+            return
+        for slot in self.slots.idle.values():
+            if missing <= 0 or lender.is_cheaper(slot):
+                break
+            if slot.owner not in kept:
+                missing -= slot.num_blocks
+        if missing > 0:
+            lender.lend(missing)
+
+    def put_out_idle(self, may_go: Callable[[Slot, bool], bool], num_blocks: int) -> None:
+        """Idle adapters leave the device, longest idle first, until so many blocks are free.
+        `may_go` is asked of each, and told whether requests hold it, which will use it soon."""
+        registry = self.registry
+        for slot in list(self.slots.idle.values()):
+            owner = slot.owner
+            assert owner is not None
+            if self.slots.num_free_blocks >= num_blocks:
+                return
+            versions = registry.contents[owner].versions
+            is_held = any(registry.num_holds[version] for version in versions)
+            if owner in registry.pinned or not may_go(slot, is_held):
+                continue
+            ref = self.slots.disown(owner)
+            assert ref is not None, "an idle slot is used by no step"
+            self.transfers.drop(owner, Tier.DEVICE, ref)
+            self.host.loosen(owner)
+            self.total_device_evictions += 1
+            self.left[owner] = "device: its memory was needed for pages"
 
     def _drop_unused(self, put_out: list[tuple[AdapterDigest, SlotRef]]) -> None:
         """A load clears its slot; a slot that gets no load now would keep its weights."""

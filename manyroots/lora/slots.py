@@ -14,14 +14,14 @@ may use it. A step costs nothing here, however many adapters are in it; only req
 and end do. Ties break on order: lowest free slot, first to become idle.
 
 Memory may be counted, too: in blocks, of which each owner takes some. A slot is then an address,
-and blocks are what may run out.
+and blocks are what may run out. Their number changes where pages use the same memory.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from manyroots.ids import AdapterDigest, AdapterSlot, StepId
 from manyroots.step import SlotRef
@@ -33,6 +33,7 @@ class Slot:
     __slots__ = (
         "busy_until",
         "generation",
+        "idle_since",
         "is_leaving",
         "is_loading",
         "num_blocks",
@@ -54,6 +55,8 @@ class Slot:
         """Running requests that use it."""
         self.busy_until: StepId | None = None
         """The last launched step that may use it for a request that has left."""
+        self.idle_since = 0
+        """When it was last used or wanted, by the clock that the slots are given."""
 
     @property
     def ref(self) -> SlotRef:
@@ -66,6 +69,7 @@ class DeviceSlots:
     def __init__(self, num_slots: int | None, num_blocks: int = 0) -> None:
         self.num_slots = num_slots
         """None: slots are made as needed."""
+        self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
         self.num_seated_blocks = 0
         """Of adapters that running requests use."""
@@ -80,6 +84,10 @@ class DeviceSlots:
         self.launched: deque[StepId] = deque()
         self.num_seated = 0
         """Distinct adapters that running requests use."""
+        self.total_reused = 0
+        """Idle adapters that requests used again, each as often as it was."""
+        self.clock: Callable[[], int] = int
+        """When idle slots were last used is told by this one."""
 
     def find(self, digest: AdapterDigest) -> Slot | None:
         return self.by_owner.get(digest)
@@ -90,7 +98,13 @@ class DeviceSlots:
         """The owner is wanted again: of the idle ones, it goes last."""
         slot = self.by_owner[digest]
         if self.idle.pop(slot.number, None) is not None:
-            self.idle[slot.number] = slot
+            self._rest(slot)
+
+    def resize(self, num_blocks: int) -> None:
+        """There are so many blocks from now on; those that owners have stay theirs."""
+        self.num_free_blocks += num_blocks - self.num_blocks
+        self.num_blocks = num_blocks
+        assert self.num_free_blocks >= 0, "blocks were taken from an adapter that has them"
 
     def make_room(
         self, needs: Sequence[int], keep: Collection[AdapterDigest]
@@ -151,7 +165,7 @@ class DeviceSlots:
         """The owner's weights are there."""
         slot = self.by_owner[digest]
         slot.is_loading = False
-        self.idle[slot.number] = slot
+        self._rest(slot)
 
     def disown(self, digest: AdapterDigest) -> SlotRef | None:
         """The owner leaves. None if a launched step may use the slot: `step_done` frees it then."""
@@ -179,7 +193,8 @@ class DeviceSlots:
         if slot.num_seats == 0:
             self.num_seated += 1
             self.num_seated_blocks += slot.num_blocks
-            self.idle.pop(slot.number, None)
+            if self.idle.pop(slot.number, None) is not None:
+                self.total_reused += 1
         slot.num_seats += 1
         return slot.number
 
@@ -194,7 +209,7 @@ class DeviceSlots:
             self.num_seated -= 1
             self.num_seated_blocks -= slot.num_blocks
             if slot.busy_until is None:
-                self.idle[slot.number] = slot
+                self._rest(slot)
 
     def step_launched(self, step_id: StepId) -> None:
         """A step that uses the seated slots is on its way."""
@@ -218,8 +233,12 @@ class DeviceSlots:
                 freed.append((slot.owner, slot.ref))
                 self._vacate(slot)
             elif slot.num_seats == 0:
-                self.idle[slot.number] = slot
+                self._rest(slot)
         return freed
+
+    def _rest(self, slot: Slot) -> None:
+        slot.idle_since = self.clock()
+        self.idle[slot.number] = slot
 
 
 def _num_within(needs: Sequence[int], num_slots: int, num_blocks: int) -> int:

@@ -12,6 +12,8 @@ from manyroots.ids import AdapterDigest, Tier
 from manyroots.lora.registry import AdapterVersion
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 
+KEPT = 0.8
+"""How much earlier loads count when a new one was measured."""
 NUM_RECENT = 9
 """So many loads tell how long the next will take."""
 FIRST_GUESS_STEPS = 2
@@ -40,6 +42,24 @@ class LoadSteps:
         return max(self._recent, default=FIRST_GUESS_STEPS)
 
 
+class LoadSeconds:
+    """Seconds for which requests wait for a byte from one tier; newer loads count more."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0.0
+        self._seconds = 0.0
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        if seconds > 0:
+            self._num_bytes = KEPT * self._num_bytes + num_bytes
+            self._seconds = KEPT * self._seconds + seconds
+
+    @property
+    def per_byte(self) -> float | None:
+        """None before the first load that was measured."""
+        return self._seconds / self._num_bytes if self._num_bytes else None
+
+
 class AdapterTransfers:
     """What the execute half is asked and has not answered."""
 
@@ -52,10 +72,13 @@ class AdapterTransfers:
         self.total_failed_loads = 0
         self.load_steps = {Tier.HOST: LoadSteps(), Tier.STORAGE: LoadSteps()}
         """By source, what loads took."""
+        self.load_seconds = {Tier.HOST: LoadSeconds(), Tier.STORAGE: LoadSeconds()}
         self._next_load_id = 1
         self._num_launched = 0
         """Steps, so far."""
         self._asked_at: dict[LoadId, int] = {}
+        self._step_s = 0.0
+        """What a step takes, lately."""
 
     def load(self, version: AdapterVersion, source: Tier, target: SlotRef | None) -> None:
         """`target`: None for a load that ends in host memory."""
@@ -93,11 +116,18 @@ class AdapterTransfers:
         if load is None:
             raise RuntimeError(f"load {answer.load_id} was answered, but is not under way")
         self.load_steps[load.source].note(self._num_launched - self._asked_at.pop(load.load_id))
+        if load.target is not None and answer.error is None and answer.seconds:
+            # However quick the copy was, its requests could not be in the step that ran meanwhile.
+            self.load_seconds[load.source].note(load.num_bytes, answer.seconds + self._step_s)
         self.total_failed_loads += int(answer.error is not None)
         return load
 
     def step_launched(self) -> None:
         self._num_launched += 1
+
+    def step_done(self, seconds: float) -> None:
+        if seconds:
+            self._step_s = KEPT * self._step_s + (1 - KEPT) * seconds
 
     def flush(self) -> tuple[AdapterIntent, ...]:
         intents, self.intents = tuple(self.intents), []

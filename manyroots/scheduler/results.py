@@ -97,7 +97,7 @@ class Results:
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
         self._cache.commit_step(step.step_id)
-        self._adapters.step_done(step.step_id)
+        self._adapters.step_done(step.step_id, result.seconds)
         outputs = self.take_arrivals(result)
         self.total_step_tokens += step.total_tokens
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):

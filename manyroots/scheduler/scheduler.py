@@ -34,6 +34,7 @@ from manyroots.scheduler.inspection import (
     count_by_adapter,
 )
 from manyroots.scheduler.lanes import Importance
+from manyroots.scheduler.one_memory import OneMemory
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.policies.choice import make_policy
 from manyroots.scheduler.request import Request, State
@@ -57,12 +58,14 @@ class Scheduler:
         *,
         max_model_len: int,
         draft_source: DraftSource | None = None,
+        memory: OneMemory | None = None,
     ) -> None:
         """`draft_source`: the source of guesses, if the settings enable them; None for earlier
-        text."""
+        text. `memory`: what pages and adapters share; None if either has its own."""
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
+        self._memory = memory
         self._max_model_len = max_model_len
         policy = make_policy(settings.scheduling_policy)
         self._importance = policy.importance
@@ -231,6 +234,8 @@ class Scheduler:
         builder = PlanBuilder(
             StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows
         )
+        if self._memory is not None:
+            self._memory.balance(self._without_room)
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
         all_run = self._all_run

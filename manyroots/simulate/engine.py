@@ -11,6 +11,7 @@ from manyroots.engine.loop import EngineLoop, EventSink
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.audit import audit as audit_scheduler
+from manyroots.scheduler.one_memory import OneMemory
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.settings import SimulationSettings
@@ -25,26 +26,45 @@ class SimulatedEngine:
     scheduler: Scheduler
     cache: PrefixCache
     adapters: Residency
+    memory: OneMemory | None
+    """What pages and adapters share, if they do."""
 
     def audit(self) -> None:
         """Every invariant; raises AssertionError saying which does not hold."""
         audit(self.cache)
         audit_adapters(self.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
+        if self.memory is not None:
+            self.memory.audit()
 
 
 def build_engine(
-    settings: SimulationSettings, runner: Runner, clock: Clock, events: EventSink | None = None
+    settings: SimulationSettings,
+    runner: Runner,
+    clock: Clock,
+    page_bytes: int,
+    events: EventSink | None = None,
 ) -> SimulatedEngine:
-    """`events`: told after each step which pages came and went."""
-    layout = CacheLayout.of(settings.block_size, settings.capacities())
+    """`page_bytes`: of a page of all layers. `events`: told after each step which pages came and
+    went."""
+    capacities, shared = settings.capacities(), settings.shared_sizes(page_bytes)
+    if shared is not None:
+        [pages] = capacities
+        num_units = pages.num_device_units + shared.num_lent_units
+        capacities = (replace(pages, num_device_units=num_units),)
+    layout = CacheLayout.of(settings.block_size, capacities)
     policies = replace(settings.policies(), records_events=events is not None)
     cache = PrefixCache(layout, policies)
     adapters = Residency(settings.adapter_limits())
+    memory = None if shared is None else OneMemory(cache, adapters, shared)
     scheduler = Scheduler(
-        settings.scheduler(), cache, adapters, max_model_len=settings.num_cache_tokens
+        settings.scheduler(),
+        cache,
+        adapters,
+        max_model_len=settings.num_cache_tokens,
+        memory=memory,
     )
     loop = EngineLoop(
         scheduler, runner, depth=settings.depth, events=events, now=lambda: clock.now_s
     )
-    return SimulatedEngine(loop, scheduler, cache, adapters)
+    return SimulatedEngine(loop, scheduler, cache, adapters, memory)

@@ -9,6 +9,7 @@ from typing import Any
 from manyroots.errors import ConfigError
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.faults import NO_FAULTS, Faults
+from manyroots.simulate.memory_traces import MEMORY_TRACES
 from manyroots.simulate.result_json import point_json, run_json, setup_json
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.simulation import SimulationRun, simulate
@@ -19,7 +20,7 @@ from manyroots.simulate.trace_file import read_trace
 
 DEFAULT_NUM_REQUESTS = {
     "chat": 300, "adapters": 1000, "rollouts": 64, "agents": 200, "scans": 400, "documents": 400,
-    "reasoning": 300,
+    "reasoning": 300, **{maker.__name__: 600 for maker in MEMORY_TRACES},
 }  # fmt: skip
 """Lines of a made trace: some seconds of real time each."""
 

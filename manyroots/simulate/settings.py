@@ -12,6 +12,7 @@ from manyroots.cache.split import Demand
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import MAX_OPEN_SLOTS, SPARE_SLOTS, AdapterLimits, DeviceBlocks
+from manyroots.scheduler.one_memory import SharedSizes
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.traffic import TraceSequence
 from manyroots.simulate.windows import (
@@ -54,13 +55,17 @@ class SimulationSettings:
     """Slots beyond --max-loras; None is as many as the engine has, memory aside."""
     adapter_memory_bytes: float | None = None
     """Device memory that adapters share, as with --max-loras auto; None is no limit."""
+    one_memory: bool = False
+    """Whether that memory and the pages' are one: what is evicted next, of either, has one price.
+    The two sizes are then how the run begins."""
     scheduling_policy: str = "fcfs"
     adapter_quantum_steps: int | None = None
     windows: tuple[str, ...] = ()
     """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
     many pages of all layers, split as the engine splits its own."""
     max_model_len: int | None = None
-    """With windows: the longest request to plan for, or what fits; None is MAX_MODEL_LEN."""
+    """With windows or one memory: the longest request to plan for, or what fits; None is
+    MAX_MODEL_LEN."""
     families: tuple[Capacity, ...] = ()
     """Other kinds of layers, with room of their own, in place of full attention alone."""
 
@@ -102,6 +107,11 @@ class SimulationSettings:
                     f"--adapter-memory is {self.adapter_memory_bytes:.0f} bytes; a block has "
                     f"{BLOCK_BYTES}. Raise it."
                 )
+        if self.one_memory and (self.adapter_memory_bytes is None or self.families or self.windows):
+            raise ConfigError(
+                "--one-memory needs --adapter-memory, and pages of full attention alone: give the "
+                "first, and leave out --window."
+            )
         self.adapter_limits()
         if self.depth not in (0, 1):
             raise ConfigError(f"depth is {self.depth}; it must be 0 or 1.")
@@ -130,10 +140,24 @@ class SimulationSettings:
         full = Capacity(FULL_ATTENTION, self.num_pages, self.num_host_pages)
         return self.families or (full,)
 
+    def shared_sizes(self, page_bytes: int) -> SharedSizes | None:
+        """What pages and adapters share, if they do."""
+        if not self.one_memory:
+            return None
+        assert self.adapter_memory_bytes is not None
+        num_step_pages = -(-self.max_num_batched_tokens // self.block_size)
+        return SharedSizes(
+            unit_bytes=page_bytes,
+            num_lent_units=int(self.adapter_memory_bytes) // page_bytes,
+            least_units=-(-self.num_cache_tokens // self.block_size),
+            num_step_units=num_step_pages,
+        )
+
     def adapter_limits(self) -> AdapterLimits:
         if self.adapter_memory_bytes is not None:
             num_blocks = int(self.adapter_memory_bytes) // BLOCK_BYTES
-            blocks = DeviceBlocks(num_blocks, BLOCK_BYTES, min(num_blocks, MAX_OPEN_SLOTS))
+            num_slots = MAX_OPEN_SLOTS if self.one_memory else min(num_blocks, MAX_OPEN_SLOTS)
+            blocks = DeviceBlocks(num_blocks, BLOCK_BYTES, num_slots)
             return AdapterLimits(max_loras=0, max_cpu_loras=self.max_cpu_loras, blocks=blocks)
         num_spare = self.num_spare_slots
         if num_spare is None:
@@ -177,7 +201,10 @@ class SimulationSettings:
         if self.windows:
             most = self.max_model_len or MAX_MODEL_LEN
             return longest_request(self.windows, self.num_pages, self._demand(most))
-        return self.num_pages * self.block_size
+        num_tokens = self.num_pages * self.block_size
+        if self.one_memory:  # of which pages keep enough for the longest request
+            num_tokens = min(num_tokens, self.max_model_len or MAX_MODEL_LEN)
+        return num_tokens
 
     def told_split(self, costs: CostModel) -> list[str]:
         """What each family of layers got of the memory; nothing to tell where there is one."""

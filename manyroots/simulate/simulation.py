@@ -69,6 +69,9 @@ class SimulationRun:
     """By where the adapter was found."""
     num_bad_loads: int
     num_adapter_reloads: int
+    num_lent_pages: int
+    """Pages whose memory went to adapters, each as often as it did; 0 without one memory."""
+    num_returned_pages: int
     plan_digest: str
     """Equal where two runs made the same plans in the same order."""
 
@@ -132,7 +135,8 @@ class EngineSimulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, self.runner, self.clock, events)
+        page_bytes = int(costs.kv_bytes_per_token * settings.block_size)
+        self.engine = build_engine(settings, self.runner, self.clock, page_bytes, events)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.on_output: Callable[[Output, Record], None] = lambda output, record: None
         """Told of each output after it is recorded."""
@@ -175,7 +179,7 @@ class EngineSimulation:
         self._drain()
         self._check_end()
         stats = self.engine.loop.stats()
-        loads = self.engine.adapters.transfers.total_loads
+        loads, memory = self.engine.adapters.transfers.total_loads, self.engine.memory
         return SimulationRun(
             settings=self.settings,
             records=list(self.records.values()),
@@ -198,6 +202,8 @@ class EngineSimulation:
             num_adapter_loads={tier.value: loads[tier] for tier in (Tier.HOST, Tier.STORAGE)},
             num_bad_loads=self.transfers.num_bad_loads,
             num_adapter_reloads=self.adapters.num_reloads,
+            num_lent_pages=0 if memory is None else memory.total_lent_units,
+            num_returned_pages=0 if memory is None else memory.total_returned_units,
             plan_digest=self.runner.digest.hexdigest(),
         )
 

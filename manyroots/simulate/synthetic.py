@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 
 from manyroots.errors import ConfigError
+from manyroots.simulate.memory_traces import MEMORY_TRACES
 from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 Maker = Callable[[random.Random, int], list[TraceRequest]]
@@ -228,5 +229,7 @@ def _answered(
 
 SYNTHETIC: dict[str, Maker] = {
     maker.__name__: maker
-    for maker in (chat, adapters, rounds, rollouts, agents, scans, documents, reasoning)
-}
+    for maker in (
+        chat, adapters, rounds, rollouts, agents, scans, documents, reasoning, *MEMORY_TRACES
+    )
+}  # fmt: skip

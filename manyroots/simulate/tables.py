@@ -6,6 +6,7 @@ from rich.table import Table
 
 from manyroots.simulate.hit_rates import HitRates
 from manyroots.simulate.measures import MEASURES
+from manyroots.simulate.memory_splits import SplitRow
 from manyroots.simulate.replicas import ReplicasRun
 from manyroots.simulate.state_rates import StateRates
 from manyroots.simulate.summary import Distribution, SequenceGroup, Summary, summarize
@@ -86,6 +87,24 @@ def state_rate_table(rows: list[StateRates]) -> Table:
             f"{row.num_all_states:,}",
             *(f"{rate:.4f}" for rate in rates),
             _counts(row.missed_tokens),
+        )
+    return table
+
+
+def memory_split_table(rows: list[SplitRow]) -> Table:
+    table = _table(
+        "trace", "best fixed share", "TTFT mean, ms", "one memory", "gain", "worst fixed",
+        title="memory for pages and adapters",
+    )  # fmt: skip
+    for row in rows:
+        best = row.fixed_s[row.best_share]
+        table.add_row(
+            row.trace,
+            f"{row.best_share:.2f}",
+            f"{1000 * best:,.1f}",
+            f"{1000 * row.one_memory_s:,.1f}",
+            f"{row.gain:.2f}",
+            f"{1000 * max(row.fixed_s.values()):,.1f}",
         )
     return table
 

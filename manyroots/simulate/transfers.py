@@ -89,7 +89,11 @@ class TransferModel:
 
     def ended_loads(self, loads: list[LoadAdapter]) -> list[AdapterLoaded]:
         return [
-            AdapterLoaded(load_id, None if ending.is_good else "the load was made to fail")
+            AdapterLoaded(
+                load_id,
+                None if ending.is_good else "the load was made to fail",
+                ending.seconds,
+            )
             for load_id, ending in _take_ended(self._loads, self._now_s)
         ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -89,6 +90,7 @@ class AdapterLoader:
 
     def _load(self, load: LoadAdapter) -> None:
         error: str | None = None
+        begin_s = time.monotonic()
         try:
             weights = self._host_copy(load)
             if load.target is not None:
@@ -99,7 +101,7 @@ class AdapterLoader:
             # Whatever it was, this adapter can't be served and everyone else can.
             logger.exception("adapter at %s could not be loaded", load.path)
             error = f"{type(fault).__name__}: {fault}"
-        self._end(AdapterLoaded(load.load_id, error))
+        self._end(AdapterLoaded(load.load_id, error, time.monotonic() - begin_s))
 
     def _end(self, answer: AdapterLoaded) -> None:
         """A load is over; called on its thread."""

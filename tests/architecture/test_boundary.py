@@ -29,6 +29,10 @@ BOUNDARY = {
     "prefetch", "release", "stats", "take_copies", "take_events", "next_pages",
     "common_run", "least_shared_pages", "save_at",
     "draft", "most_drafts", "accept", "has_states",
+    # Memory that the cache lends
+    "loans", "least_units", "num_reserved", "is_short", "lend", "num_lent_units", "next_use",
+    "num_lendable_units", "num_idle_units", "num_kept_units", "take_back", "take_new", "returns",
+    "unit_s", "num_uses",
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "is_worth_going_on", "kept",
     "num_cached_tokens", "refusal",

@@ -338,6 +338,8 @@ class EngineInfo:
     """Most distinct adapters in one step; 0 without --enable-lora."""
     page_identity: bytes = b""
     """Of the model and its layout, in the hashes of its pages."""
+    request_bytes: tuple[tuple[int, int], ...] = ()
+    """Lengths in tokens, and the device memory that a decoding request of each length holds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class Service:
             max_loras=engine.info.max_loras if lora.enable_lora else None,
             read_life=lambda: (engine.is_alive, engine.num_restarts),
             cache_config=_cache_config(engine.info, cache or CacheSettings()),
+            request_bytes=engine.info.request_bytes,
         )
         engine.watch(self.metrics)
         if isinstance(engine, ReplicaSet):

@@ -42,6 +42,9 @@ from manyroots.runner.logprobs import same_within
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner
 
+TOLD_LENGTHS = (1_000, 10_000, 100_000)
+"""Tokens of requests whose memory the metrics show."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -94,6 +97,11 @@ def build_engine(
         scheduling_policy=settings.scheduler.scheduling_policy,
         max_loras=limits.max_loras or min(limits.num_slots or 0, settings.scheduler.max_num_seqs),
         page_identity=policies.identity,
+        request_bytes=tuple(
+            (length, model.shard.size * memory.request_bytes(length))
+            for length in sorted({*TOLD_LENGTHS, max_model_len})
+            if length <= max_model_len
+        ),
     )
     directory = None
     if executor.adapters is not None:

@@ -120,6 +120,15 @@ class FamilyMemory:
         """Bytes of one unit, by family."""
         return self._page_bytes + self._state_bytes
 
+    def request_bytes(self, num_tokens: int) -> int:
+        """The device memory that a request holds once so many of its tokens are computed."""
+        num_pages = -(-num_tokens // self._page_size)
+        pages = sum(
+            (num_pages - size.family.first_needed(num_tokens)) * size.unit_bytes
+            for size in self._sizes(self._demand(num_tokens))
+        )
+        return pages + sum(self._state_bytes)
+
     def most_tokens(self, num_bytes: int, max_model_len: int) -> int:
         """The longest context that this much memory can support. If every layer has a window,
         memory sets no limit; then it counts as if none had."""

@@ -7,7 +7,7 @@ gives the text of `/metrics`. Has a registry of its own: two servers in one proc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -44,10 +44,12 @@ class Metrics:
         max_loras: int | None = None,
         read_life: Callable[[], tuple[bool, int]] = lambda: (True, 0),
         cache_config: Mapping[str, str] | None = None,
+        request_bytes: Sequence[tuple[int, int]] = (),
     ) -> None:
         """`max_loras`: None if LoRA is off, which leaves out what would always be 0. `read_life`:
         whether the engine is alive, and how often it was started again. `cache_config`: the cache's
-        sizes and switches, which are shown as labels."""
+        sizes and switches, which are shown as labels. `request_bytes`: lengths of requests, and the
+        memory that each holds."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.total_prompt_tokens = 0
@@ -90,6 +92,7 @@ class Metrics:
         self.registry.register(_EngineCounts(self._labels, read_stats, read_life))
         if cache_config is not None:
             self.registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
+        self.registry.register(_Collected(lambda: _request_bytes(self._labels, request_bytes)))
         self.registry.register(TierCounts(model_name, read_stats))
         self.registry.register(DraftCounts(model_name, read_stats))
         self._read_timeouts: Mapping[str, int] = {}
@@ -291,6 +294,17 @@ def _cache_info(labels: Mapping[str, str], config: Mapping[str, str]) -> Iterabl
         "vllm:cache_config_info", "The cache's sizes and switches.", labels=[*labels, *config]
     )
     gauge.add_metric([*labels.values(), *config.values()], 1)
+    yield gauge
+
+
+def _request_bytes(labels: Mapping[str, str], sizes: Sequence[tuple[int, int]]) -> Iterable[Metric]:
+    gauge = GaugeMetricFamily(
+        "manyroots:request_cache_bytes",
+        "Device memory that one decoding request of so many tokens holds in the cache.",
+        labels=[*labels, "num_tokens"],
+    )
+    for num_tokens, num_bytes in sizes:
+        gauge.add_metric([*labels.values(), str(num_tokens)], num_bytes)
     yield gauge
 
 

@@ -56,11 +56,17 @@ def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(m
 
 
 @pytest.mark.parametrize(
-    ("mix", "tier"), [("full", "host"), ("five to one", "files"), ("delta nets", "redis")]
+    ("mix", "tier"),
+    [
+        ("full", "host"),
+        ("five to one", "files"),
+        ("delta nets", "redis"),
+        ("compressed groups", "files"),
+    ],
 )
 def test_h13_t15_two_ranks_give_cold_tokens_from_every_tier(mix: str, tier: str) -> None:
-    """H13, T15: pages, windows and states that are divided over two processes and come back from a
-    tier; from files and Redis also after a restart."""
+    """H13, T15, F10: pages, windows, states and entries of groups that are divided over two
+    processes and come back from a tier; from files and Redis also after a restart."""
     if tier == "redis" and not server_program():
         pytest.skip("no redis-server on this machine")
     found = run(mix, range(NUM_RANK_TRACES), ranks=2, tier=tier)

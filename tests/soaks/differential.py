@@ -107,6 +107,8 @@ ALL_MIXES = {**MIXES, **LATENT_MIXES, **COMPRESSED_MIXES, **RECURRENT_MIXES}
 KV_BYTES_SHARE = 0.28
 """What the warm engine has of the memory that four conversations of full length would take: little
 more than one of them, so that answers which grow take each other's pages away."""
+LESS_SHARE = {"compressed groups": 0.14}
+"""The same where most of a page's bytes are of windows, of which a conversation holds few pages."""
 SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
 LONG = (17, 26, 41)
 """Tokens that are asked for."""
@@ -157,7 +159,9 @@ class Engines:
         )
         state = sum(f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state)
         needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
-        device_bytes = int(needed * KV_BYTES_SHARE) + (4 + NUM_CHECKPOINTS) * state
+        device_bytes = (
+            int(needed * LESS_SHARE.get(mix, KV_BYTES_SHARE)) + (4 + NUM_CHECKPOINTS) * state
+        )
         self._settings: dict[str, Any] = {
             # Of one rank, whose units are as much smaller.
             "kv_cache_memory_bytes": device_bytes // ranks,

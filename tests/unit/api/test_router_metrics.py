@@ -16,7 +16,13 @@ def samples() -> dict[str, list[Sample]]:
 
     stats: Stats = replace(NO_COUNTS, num_running=3, num_waiting=2, page_usage=0.25)
     config = {"block_size": "16", "num_gpu_blocks": "400"}
-    metrics = Metrics("tiny", lambda: stats, max_loras=4, cache_config=config)
+    metrics = Metrics(
+        "tiny",
+        lambda: stats,
+        max_loras=4,
+        request_bytes=((1000, 7), (100_000, 500)),
+        cache_config=config,
+    )
     running = metrics.sequence(RequestId(1), 10, AdapterName("pirate"))
     metrics.sequence(RequestId(2), 10, AdapterName("butler"))
     running.tokens(1)
@@ -40,6 +46,15 @@ def test_m05_llm_ds_endpoint_picker_finds_queue_cache_and_adapters() -> None:
     assert newest.labels["waiting_lora_adapters"].split(",") == ["butler"]
     config = found["vllm:cache_config_info"][0].labels
     assert (int(config["block_size"]), int(config["num_gpu_blocks"])) == (16, 400)
+
+
+def test_f10_the_memory_of_requests_is_shown_by_their_length() -> None:
+    """F10: beside the cache's sizes, so that a router can tell how many requests fit."""
+    found = {
+        sample.labels["num_tokens"]: sample.value
+        for sample in samples()["manyroots:request_cache_bytes"]
+    }
+    assert found == {"1000": 7.0, "100000": 500.0}
 
 
 def test_m05_aibrix_finds_its_gauges_and_histograms_by_model() -> None:

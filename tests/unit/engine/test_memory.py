@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from manyroots.engine.build import layout_identity
 from manyroots.engine.memory import FamilyMemory, count_pages
 from manyroots.errors import ConfigError
 from manyroots.layers.memories import KV
-from manyroots.models.families import LayerFamily
+from manyroots.models.configs import complete
+from manyroots.models.families import LayerFamily, families
+from manyroots.models.load import describe
+from manyroots.models.source import ModelSource, SourceKind
 
 CPU = torch.device("cpu")
 FULL = LayerFamily(KV(2, 64, None), tuple(range(5, 18, 6)))
@@ -127,3 +131,27 @@ def test_t02_n11_layouts_that_differ_have_other_identities() -> None:
           for m in memories),
     ]  # fmt: skip
     assert len({same, *others}) == 1 + len(others)
+
+
+def test_f10_a_long_request_of_compressed_groups_takes_what_its_config_implies() -> None:
+    """F10: DeepSeek-V4-Flash by transformers' defaults, with 100,000 tokens: within 5% of its
+    entries, its window and the open groups, and under a sixth of what full attention takes that
+    keeps one vector of the same width for each token."""
+    config = complete("deepseek_v4", {})
+    source = ModelSource(
+        kind=SourceKind.FOLDER, path=Path("nowhere"), config=config, name="flash",
+        eos_token_ids=(1,), rope_factors=None,
+    )  # fmt: skip
+    found = memory(*families(describe(source).layers), block_size=128).request_bytes(100_000)
+    kinds: list[str] = config.layer_types
+    few, many = (
+        kinds.count(f"{kind}_attention") for kind in ("compressed_sparse", "heavily_compressed")
+    )
+    assert (few, many, len(kinds)) == (20, 23, 43)
+    width, index = config.head_dim, config.index_head_dim
+    entries = few * 100_000 // 4 * (width + index) + many * 100_000 // 128 * width
+    window = 43 * 128 * width
+    open_groups = few * 8 * 4 * (width + index) + many * 128 * 2 * width
+    implied = 2 * (entries + window + open_groups)
+    assert implied <= found <= 1.05 * implied
+    assert found < 2 * 100_000 * 43 * width / 6

@@ -28,6 +28,7 @@ from tests.helpers.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 from tests.unit.models.tiny import load_tiny
 
 NEED = MAX_LEN // PAGE
+SERVED = ("full", "five to one", "convolutions", "latents", "compressed groups")
 
 
 PROMPT = text(1, 42)
@@ -166,7 +167,7 @@ def test_h07_what_arrived_on_the_host_last_is_not_the_first_to_go(worlds: Any) -
     engine.close()
 
 
-@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions", "latents"])
+@pytest.mark.parametrize("mix", SERVED)
 def test_h11_a_failed_write_back_leaves_nothing_on_the_host_and_frees_both_ends(
     worlds: Any, mix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,7 +257,7 @@ def test_s07_a_prefix_that_is_quicker_to_compute_than_to_load_is_computed_and_th
     engine.close()
 
 
-@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions", "latents"])
+@pytest.mark.parametrize("mix", SERVED)
 def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
     worlds: Any, mix: str
 ) -> None:

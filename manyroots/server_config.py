@@ -82,6 +82,11 @@ class ServerSettings:
     replicas: int = option(
         1, "Engine processes on this machine; a router chooses one for each request."
     )
+    gateways: int = option(
+        1,
+        "Processes that answer HTTP, on --port and the ports after it. With more than one, engines "
+        "outlive a gateway that dies.",
+    )
     max_replicas: int | None = option(
         None,
         "Replicas that autoscaling may have; --replicas is the least. Default: no autoscaling.",
@@ -152,6 +157,13 @@ class ServerSettings:
         at_least(self, "max_engine_restarts", 0)
         if not 1 <= self.replicas <= 1000:
             raise ConfigError(f"--replicas is {self.replicas}; it must be from 1 to 1000.")
+        if not 1 <= self.gateways <= 64:
+            raise ConfigError(f"--gateways is {self.gateways}; it must be from 1 to 64.")
+        if self.port and self.port + self.gateways - 1 > 65535:
+            raise ConfigError(
+                f"--port is {self.port}, and {self.gateways} gateways need the ports after it; "
+                "choose a lower one."
+            )
         most = self.max_replicas
         if most is not None and not self.replicas <= most <= 1000:
             raise ConfigError(

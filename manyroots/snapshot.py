@@ -233,6 +233,10 @@ class ReplicaView:
     """Requests that it has now."""
     num_requests: int
     """Requests that it was given since the gateway started."""
+    num_running: int
+    num_waiting: int
+    page_usage: float
+    """Share of its pages that requests hold."""
     num_restarts: int
     pid: int | None
 

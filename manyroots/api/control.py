@@ -21,6 +21,7 @@ from manyroots.api.state import server_of
 from manyroots.engine.client import EngineClient, PauseMode
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.gateway.replica_set import ReplicaSet
+from manyroots.gateway.router_client import RouterClient
 
 
 class UpdateWeightsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -118,7 +119,7 @@ _POSTED = (
 async def list_replicas(request: Request) -> Response:
     """The engines of this server; none are listed where there is one."""
     engine = server_of(request).engine
-    views = engine.replicas if isinstance(engine, ReplicaSet) else []
+    views = engine.replicas if isinstance(engine, ReplicaSet | RouterClient) else []
     return json_response(Replicas([Replica(**dataclasses.asdict(view)) for view in views]))
 
 
@@ -126,7 +127,7 @@ async def restart_replicas(request: Request) -> Response:
     """Renew all engines, one after the other. It goes on if its caller leaves."""
     server_of(request).accepting  # noqa: B018  raises while there is no model
     engine = server_of(request).engine
-    if not isinstance(engine, ReplicaSet):
+    if not isinstance(engine, ReplicaSet | RouterClient):
         raise RequestError(
             "This server has one engine; restart the server, or start it with --replicas 2.",
             field=None,

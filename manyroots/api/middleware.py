@@ -7,6 +7,7 @@ Plain ASGI, outermost first in the order of the classes. Decides by the routed p
 
 from __future__ import annotations
 
+import base64
 import hmac
 import re
 import uuid
@@ -222,7 +223,18 @@ def _bearer_token(scope: Scope) -> bytes | None:
     if len(given) != 1:
         return None
     scheme, _, token = given[0].partition(b" ")
+    if scheme.lower() == b"basic":
+        return _password(token)
     return bytes(token.strip()) if scheme.lower() == b"bearer" else None
+
+
+def _password(token: bytes) -> bytes | None:
+    """The key as a password of any user: clients that know no keys take that from a netrc file."""
+    try:
+        _, _, password = base64.b64decode(token.strip(), validate=True).partition(b":")
+    except ValueError:
+        return None
+    return password or None
 
 
 def _is_same(given: bytes | None, key: bytes) -> bool:

@@ -247,6 +247,7 @@ class LoadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pinned: bool | None = None
     load_inplace: bool | None = None
     lora_int_id: Ignored = None
+    base_model_name: Ignored = None
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -275,6 +275,10 @@ class Replica(msgspec.Struct, kw_only=True):
     """It gets no new requests, and ends when it has none."""
     num_open: int
     num_requests: int
+    num_running: int
+    num_waiting: int
+    page_usage: float
+    """Share of its pages that requests hold."""
     num_restarts: int
     pid: int | None
 

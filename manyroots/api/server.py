@@ -16,14 +16,18 @@ import signal
 import socket
 import ssl
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import uvicorn
 
 from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
+from manyroots.api.shared_limits import GatewayLimits, SharedLimits
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
 from manyroots.api.supervisor import Life, supervise
 from manyroots.config import EngineSettings
@@ -31,6 +35,9 @@ from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
 from manyroots.gateway.local import ReplicaOptions, local_replicas
+from manyroots.gateway.replica_set import ReplicaSet
+from manyroots.gateway.router_client import RouterClient
+from manyroots.gateway.router_process import run_router
 from manyroots.gateway.scaling import ScaleOptions
 from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
@@ -61,12 +68,69 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     if server_settings.otlp_traces_endpoint is not None:
         Traces(server_settings.otlp_traces_endpoint).close()  # what can't be is told at once
     check_certificates(server_settings)
-    listener = listen(server_settings)
+    listeners = [listen(_of_gateway(server_settings, i)) for i in range(server_settings.gateways)]
     _allow_connections()
+    if server_settings.gateways > 1:
+        return _serve_gateways(engine_settings, server_settings, listeners)
     return supervise(
-        lambda life: serve_one_life(engine_settings, server_settings, listener, life),
+        lambda life: serve_one_life(engine_settings, server_settings, listeners[0], life),
         max_restarts=server_settings.max_api_restarts,
     )
+
+
+def _of_gateway(settings: ServerSettings, number: int) -> ServerSettings:
+    """Gateways listen on ports that follow each other; 0 lets the system choose each."""
+    return replace(settings, port=settings.port + number) if settings.port else settings
+
+
+def _serve_gateways(
+    engine_settings: EngineSettings, settings: ServerSettings, listeners: list[socket.socket]
+) -> int:
+    """Several gateways, and the router that owns the engines, in a process each."""
+    limits = SharedLimits(len(listeners))
+    # A folder of our own, so that no other user of the machine can reach the socket.
+    with tempfile.TemporaryDirectory(prefix="manyroots-router-") as folder:
+        path = f"{folder}/router"
+
+        def gateway(number: int) -> Callable[[Life], int]:
+            seat = GatewaySeat(path, number, limits)
+            return lambda life: serve_one_life(
+                engine_settings, settings, listeners[number], life, seat
+            )
+
+        return supervise(
+            *(gateway(number) for number in range(len(listeners))),
+            router=lambda life: _serve_router(engine_settings, settings, path, life),
+            max_restarts=settings.max_api_restarts,
+        )
+
+
+def _serve_router(
+    engine_settings: EngineSettings, settings: ServerSettings, path: str, life: Life
+) -> int:
+    _call_process("mr-router")
+    with (
+        Display(is_on=engine_settings.model.progress_bars) as display,
+        taken_apart_at_exit(),
+    ):
+        replicas = _make_replicas(engine_settings, settings, display)
+        return asyncio.run(run_router(replicas, path, life.orders, on_ready=keep_for_good))
+
+
+def _call_process(name: str) -> None:
+    """What `ps` and `top` show of it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySeat:
+    """What one of several gateways is given."""
+
+    path: str
+    """Of the router's socket."""
+    number: int
+    limits: SharedLimits
 
 
 def serve_one_life(
@@ -74,18 +138,31 @@ def serve_one_life(
     server_settings: ServerSettings,
     listener: socket.socket,
     life: Life,
+    seat: GatewaySeat | None = None,
 ) -> int:
     endpoint = server_settings.otlp_traces_endpoint
     traces = None if endpoint is None else Traces(endpoint)
+    if seat is not None:
+        _call_process(f"mr-gateway-{seat.number}")
     # Threads that work on large requests let the event loop in sooner.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with (
         Display(is_on=engine_settings.model.progress_bars) as display,
         taken_apart_at_exit(),
     ):
-        engine = _make_engine(engine_settings, server_settings, display)
+        engine = (
+            _make_engine(engine_settings, server_settings, display)
+            if seat is None
+            else RouterClient(engine_settings, seat.path)
+        )
         server = _Server(
-            engine, engine_settings, server_settings, listener, on_ready=keep_for_good, life=life
+            engine,
+            engine_settings,
+            server_settings,
+            listener,
+            on_ready=keep_for_good,
+            life=life,
+            limits=None if seat is None else seat.limits.of_gateway(seat.number),
         )
         if traces is None:
             return asyncio.run(server.run())
@@ -100,17 +177,23 @@ def _make_engine(
     engine_settings: EngineSettings, settings: ServerSettings, display: Display
 ) -> EngineClient:
     """One engine process, or several and their router."""
-    scale = scale_options(settings)
-    if settings.replicas == 1 and settings.replica_backend == "processes" and scale is None:
+    is_alone = settings.replicas == 1 and scale_options(settings) is None
+    if is_alone and settings.replica_backend == "processes":
         return ProcessClient(
             engine_settings, max_restarts=settings.max_engine_restarts, on_progress=display
         )
+    return _make_replicas(engine_settings, settings, display)
+
+
+def _make_replicas(
+    engine_settings: EngineSettings, settings: ServerSettings, display: Display
+) -> ReplicaSet:
     options = ReplicaOptions(
         num_replicas=settings.replicas,
         policy=RoutingPolicy(settings.routing_policy),
         max_restarts=settings.max_engine_restarts,
         silence_s=settings.replica_silence_s,
-        scale=scale,
+        scale=scale_options(settings),
     )
     if settings.replica_backend == "ray":
         # Here, because it takes seconds to import and is in an extra.
@@ -190,6 +273,7 @@ class _Server:
         listener: socket.socket,
         on_ready: Callable[[], None] = lambda: None,
         life: Life | None = None,
+        limits: GatewayLimits | None = None,
     ) -> None:
         """`life`: of a supervised process, which is told to stop through a pipe; without one,
         signals do."""
@@ -199,7 +283,8 @@ class _Server:
         self._engine_settings = engine_settings
         self._settings = settings
         self._listener = listener
-        self._state = ServerState(engine, settings)
+        self._is_gateway = limits is not None
+        self._state = ServerState(engine, settings, limits)
         self._state.num_api_restarts = 0 if life is None else life.num_restarts
         self._web = _Uvicorn(_uvicorn_config(self._state))
         self._num_signals = 0
@@ -216,13 +301,17 @@ class _Server:
         else:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal)
-        web = asyncio.create_task(self._web.serve(sockets=[self._listener]))
+        # A gateway that follows one that died lets callers wait: another one may be asked for
+        # health, and a refusal now would be a request lost.
+        is_next = self._is_gateway and self._life is not None and self._life.num_restarts > 0
+        web = None if is_next else self._start_web()
         host, port = self._listener.getsockname()[:2]
         scheme = "http" if self._settings.ssl_certfile is None else "https"
         logger.info("listening on %s://%s:%d", scheme, host, port)
         stats: asyncio.Task[None] | None = None
         try:
             if await self._load():
+                web = web or self._start_web()
                 if self._settings.log_stats:
                     stats = asyncio.create_task(self._log_throughput())
                 await self._stopped()
@@ -239,7 +328,11 @@ class _Server:
             # Requests that still run end with an error when their engine closes.
             await self._engine.close()
             self._web.should_exit = True
-            await web
+            if web is not None:
+                await web
+
+    def _start_web(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self._web.serve(sockets=[self._listener]))
 
     async def _load(self) -> bool:
         """Start the engine and load the text half; False if told to stop meanwhile."""

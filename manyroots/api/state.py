@@ -20,13 +20,17 @@ from manyroots.api.adapters import Adapters
 from manyroots.api.body import read_request
 from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.api.notices import Notices
-from manyroots.api.tenants import Tenants, load_tenants
-from manyroots.api.uploads import Uploads
+from manyroots.api.shared_limits import GatewayLimits
+from manyroots.api.tenants import LocalCounts, Tenants, load_tenants
+from manyroots.api.uploads import UPLOADED, Uploads
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import UnavailableError
+from manyroots.gateway.orders import NamedAdapter
 from manyroots.gateway.replica_set import ReplicaSet
+from manyroots.gateway.router_client import RouterClient
+from manyroots.ids import AdapterName
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.replicas import ReplicaCounts
@@ -94,10 +98,20 @@ class Service:
             request_bytes=engine.info.request_bytes,
         )
         engine.watch(self.metrics)
-        if isinstance(engine, ReplicaSet):
+        if isinstance(engine, ReplicaSet | RouterClient):
             self.metrics.registry.register(
                 ReplicaCounts(model_name, lambda: engine.replicas, lambda: engine.num_rerouted)
             )
+        if isinstance(engine, RouterClient):
+            engine.follow_names(self._name_changed)
+
+    def _name_changed(self, name: AdapterName, known: NamedAdapter | None) -> None:
+        """Another gateway, or this one, has loaded or unloaded an adapter."""
+        if known is None:
+            self.adapters.remove(name)
+        else:
+            is_upload = known.load is not None and known.load.is_upload
+            self.adapters.add(name, UPLOADED if is_upload else known.path)
 
 
 def _cache_config(info: EngineInfo, cache: CacheSettings) -> dict[str, str]:
@@ -151,7 +165,13 @@ def load_service(
 class ServerState:
     """The server from its first moment, before there is a model, to its last."""
 
-    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        settings: ServerSettings,
+        limits: GatewayLimits | None = None,
+    ) -> None:
+        """`limits`: the counts of keys that this gateway shares with others."""
         self.engine = engine
         self.settings = settings
         self.notices = Notices(refuses_unknown=settings.strict_requests)
@@ -174,7 +194,8 @@ class ServerState:
         self.tenants: Tenants | None = None
         """Keys with rights of their own."""
         if settings.keys_file is not None:
-            self.tenants = load_tenants(settings.keys_file)
+            make = LocalCounts if limits is None else limits.of_key
+            self.tenants = load_tenants(settings.keys_file, make_counts=make)
         if settings.usage_log is not None:
             self.request_sinks.append(UsageLog(settings.usage_log).take)
 

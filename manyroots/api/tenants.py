@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -53,24 +53,66 @@ class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[KeySpec]
 
 
+class KeyCounts(Protocol):
+    """What a key uses now. Entered while it is read and changed, because gateways may share it."""
+
+    num_running: int
+    """Sequences alive, of all gateways."""
+    num_held_tokens: int
+    """What its live requests may come to hold in the cache, of all gateways."""
+    num_spent: float
+    """Tokens of its minute that are used up, at `filled_at`."""
+    filled_at: float
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *why: object) -> None: ...
+
+
+class LocalCounts:
+    """Those of a server with one gateway."""
+
+    def __init__(self, number: int) -> None:
+        self.num_running = 0
+        self.num_held_tokens = 0
+        self.num_spent = 0.0
+        self.filled_at = 0.0
+
+    def __enter__(self) -> None:
+        """Nothing else can change it."""
+
+    def __exit__(self, *why: object) -> None:
+        """Nothing waits for it."""
+
+
 class Tenant:
     """One key's rights and what it uses now. Belongs to the event loop."""
 
-    def __init__(self, spec: KeySpec, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        spec: KeySpec,
+        clock: Callable[[], float] = time.monotonic,
+        counts: KeyCounts | None = None,
+    ) -> None:
         self.name = spec.name
         self.spec = spec
-        self.num_running = 0
-        self.num_held_tokens = 0
-        """What its live requests may come to hold in the cache."""
+        self._counts: KeyCounts = LocalCounts(0) if counts is None else counts
         self.refused: Counter[str] = Counter()
         self._clock = clock
-        self._level = float(spec.tokens_per_minute or 0)
-        self._filled_at = clock()
         self._exact = frozenset(item for item in spec.adapters if not item.endswith("*"))
         self._begins = tuple(item[:-1] for item in spec.adapters if item.endswith("*"))
 
     def may_use(self, name: str) -> bool:
         return name in self._exact or name.startswith(self._begins)
+
+    @property
+    def num_running(self) -> int:
+        return self._counts.num_running
+
+    @property
+    def num_held_tokens(self) -> int:
+        """What its live requests may come to hold in the cache."""
+        return self._counts.num_held_tokens
 
     def begin(self, num_sequences: int) -> TenantLease:
         """OverloadedError if as many as it may have are alive."""
@@ -81,15 +123,22 @@ class Tenant:
                 "once; ask for fewer.",
                 field="n",
             )
-        if limit is not None and self.num_running + num_sequences > limit:
-            raise self._over(
-                "running",
-                f"{self.num_running} sequences are running, this request has {num_sequences}, and "
-                f"{limit} are allowed",
-                1.0,
-            )
-        self.num_running += num_sequences
+        with self._counts:
+            num_running = self._counts.num_running
+            if limit is not None and num_running + num_sequences > limit:
+                raise self._over(
+                    "running",
+                    f"{num_running} sequences are running, this request has {num_sequences}, and "
+                    f"{limit} are allowed",
+                    1.0,
+                )
+            self._counts.num_running = num_running + num_sequences
         return TenantLease(self, num_sequences)
+
+    def end(self, num_sequences: int) -> None:
+        """As many sequences are over."""
+        with self._counts:
+            self._counts.num_running -= num_sequences
 
     def reserve(self, num_tokens: int, capacity: int) -> None:
         """Set aside what a request may use; `capacity`: tokens that the cache has room for."""
@@ -102,38 +151,46 @@ class Tenant:
                     f"{most}; send a shorter prompt or a smaller max_tokens.",
                     field="max_tokens",
                 )
-        if room is not None and self.num_held_tokens + num_tokens > room:
-            raise self._over(
-                "memory",
-                f"its requests may hold {self.num_held_tokens} tokens, this one {num_tokens} more, "
-                f"and {room} are its share of memory",
-                1.0,
-            )
-        if rate is not None:
-            self._fill(rate)
-            if num_tokens > self._level:
-                wait_s = (num_tokens - self._level) * _MINUTE_S / rate
+        with self._counts:
+            num_held = self._counts.num_held_tokens
+            if room is not None and num_held + num_tokens > room:
                 raise self._over(
-                    "tokens",
-                    f"this request may use {num_tokens} tokens, {int(self._level)} of "
-                    f"{rate} per minute are left",
-                    wait_s,
+                    "memory",
+                    f"its requests may hold {num_held} tokens, this one {num_tokens} more, "
+                    f"and {room} are its share of memory",
+                    1.0,
                 )
-            self._level -= num_tokens
-        self.num_held_tokens += num_tokens
+            if rate is not None:
+                self._spend(num_tokens, rate)
+            self._counts.num_held_tokens = num_held + num_tokens
+
+    def _spend(self, num_tokens: int, rate: int) -> None:
+        left = rate - self._refill(rate)
+        if num_tokens > left:
+            wait_s = (num_tokens - left) * _MINUTE_S / rate
+            raise self._over(
+                "tokens",
+                f"this request may use {num_tokens} tokens, {int(left)} of "
+                f"{rate} per minute are left",
+                wait_s,
+            )
+        self._counts.num_spent += num_tokens
 
     def give_back(self, num_reserved: int, num_used: int) -> None:
         """A request is over."""
-        self.num_held_tokens -= num_reserved
-        rate = self.spec.tokens_per_minute
-        if rate is not None:
-            self._fill(rate)
-            self._level = min(float(rate), self._level + num_reserved - num_used)
+        with self._counts:
+            self._counts.num_held_tokens -= num_reserved
+            rate = self.spec.tokens_per_minute
+            if rate is not None:
+                spent = self._refill(rate) - num_reserved + num_used
+                self._counts.num_spent = max(0.0, spent)
 
-    def _fill(self, rate: int) -> None:
-        now = self._clock()
-        self._level = min(float(rate), self._level + (now - self._filled_at) * rate / _MINUTE_S)
-        self._filled_at = now
+    def _refill(self, rate: int) -> float:
+        """What of the minute's tokens is used up now."""
+        counts, now = self._counts, self._clock()
+        spent = counts.num_spent - (now - counts.filled_at) * rate / _MINUTE_S
+        counts.num_spent, counts.filled_at = max(0.0, spent), now
+        return counts.num_spent
 
     def _over(self, reason: str, why: str, wait_s: float) -> OverloadedError:
         self.refused[reason] += 1
@@ -162,7 +219,7 @@ class TenantLease:
     def release(self) -> None:
         if self._is_open:
             self._is_open = False
-            self.tenant.num_running -= self._num_sequences
+            self.tenant.end(self._num_sequences)
             self.tenant.give_back(self._num_reserved, self.num_used)
 
 
@@ -197,8 +254,13 @@ def set_tenant(tenant: Tenant | None) -> None:
     _CURRENT.set(tenant)
 
 
-def load_tenants(path: str, clock: Callable[[], float] = time.monotonic) -> Tenants:
-    """ConfigError says what is wrong with a keys file."""
+def load_tenants(
+    path: str,
+    clock: Callable[[], float] = time.monotonic,
+    make_counts: Callable[[int], KeyCounts] = LocalCounts,
+) -> Tenants:
+    """ConfigError says what is wrong with a keys file. `make_counts`: those of a key, by its place
+    in the file."""
     try:
         raw: Any = json.loads(Path(path).expanduser().read_text())
         specs = msgspec.convert(raw, _KeysFile).keys
@@ -223,7 +285,7 @@ def load_tenants(path: str, clock: Callable[[], float] = time.monotonic) -> Tena
         if fault is not None:
             raise ConfigError(f"--keys-file {path}, key {spec.name!r}: {fault}.")
         names.add(spec.name)
-        by_hash[hashed] = Tenant(spec, clock)
+        by_hash[hashed] = Tenant(spec, clock, make_counts(len(by_hash)))
     return Tenants(by_hash)
 
 

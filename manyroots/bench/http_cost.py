@@ -79,7 +79,7 @@ def run_http(workload: HttpWorkload, engine: dict[str, Any]) -> dict[str, Any]:
         "cases": [],
     }
     cores = Cores.divided() if workload.is_pinned else None
-    with _server(engine) as server, contextlib.closing(_Engine(engine)) as own:
+    with started_server(engine) as server, contextlib.closing(_Engine(engine)) as own:
         if cores is not None:
             put_on(server.pid, cores.rest)
             if server.engine_pid is not None:
@@ -92,7 +92,7 @@ def run_http(workload: HttpWorkload, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _ServerProcess:
+class ServerProcess:
     url: str
     pid: int
 
@@ -107,10 +107,10 @@ class _ServerProcess:
 
     def processor_s(self) -> tuple[float | None, float | None]:
         """Of the process that talks HTTP and of the engine's, so far."""
-        return _processor_s(self.pid), _processor_s(self.engine_pid)
+        return processor_s_of(self.pid), processor_s_of(self.engine_pid)
 
 
-def _processor_s(pid: int | None) -> float | None:
+def processor_s_of(pid: int | None) -> float | None:
     """None where the system does not say."""
     try:
         numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -120,7 +120,7 @@ def _processor_s(pid: int | None) -> float | None:
 
 
 @contextlib.contextmanager
-def _server(engine: dict[str, Any]) -> Iterator[_ServerProcess]:
+def started_server(engine: dict[str, Any]) -> Iterator[ServerProcess]:
     """A server with these settings that answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -134,7 +134,7 @@ def _server(engine: dict[str, Any]) -> Iterator[_ServerProcess]:
             process = subprocess.Popen(
                 [*command, "--port", str(port)], stdout=written, stderr=subprocess.STDOUT
             )
-        server = _ServerProcess(f"http://127.0.0.1:{port}", process.pid)
+        server = ServerProcess(f"http://127.0.0.1:{port}", process.pid)
         try:
             _wait_until_ready(server, process, log)
             yield server
@@ -146,7 +146,7 @@ def _server(engine: dict[str, Any]) -> Iterator[_ServerProcess]:
                 process.kill()
 
 
-def _wait_until_ready(server: _ServerProcess, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(server: ServerProcess, process: subprocess.Popen[bytes], log: Path) -> None:
     end = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < end:
         with contextlib.suppress(OSError):
@@ -216,7 +216,7 @@ class _Case:
         self,
         workload: HttpWorkload,
         count: int,
-        server: _ServerProcess,
+        server: ServerProcess,
         engine: _Engine,
         cores: Cores | None,
     ) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from manyroots.ids import Tier
+from manyroots.process.gc_tuning import keep_for_good
 from manyroots.routing.router import ReplicaLimits, Router, RouteRequest
 
 PAGE_SIZE = 16
@@ -41,6 +42,7 @@ def run_router(workload: RouterWorkload, seed: int = 0) -> dict[str, Any]:
     limits = ReplicaLimits(page_size=PAGE_SIZE, max_num_seqs=256, max_loras=8, max_cpu_loras=16)
     router = Router(workload.num_replicas, limits)
     conversations = _fill(router, workload, rng)
+    keep_for_good()  # as a server does when it is ready
     choose_us: list[float] = []
     note_us: list[float] = []
     for number in range(workload.num_decisions):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
+from manyroots.cli.bench_gateway import add_gateway
 from manyroots.cli.bench_host import add_host
 from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
@@ -46,6 +47,7 @@ def add_bench_command(commands: Any) -> None:
     add_table(kinds)
     add_serve(kinds)
     add_http(kinds)
+    add_gateway(kinds)
     _add_quantization(kinds)
     add_tiers(kinds)
     add_publish(kinds)

@@ -192,8 +192,11 @@ def control_error(reply: ControlReply) -> ManyrootsError | None:
     """The exception for a reply's error; None if there was none."""
     if reply.error is None:
         return None
-    if reply.error_kind is ErrorKind.REQUEST:
-        return RequestError(reply.error, field=None)
+    match reply.error_kind:
+        case ErrorKind.REQUEST:
+            return RequestError(reply.error, field=None)
+        case ErrorKind.UNAVAILABLE:
+            return UnavailableError(reply.error)
     return ManyrootsError(reply.error)
 
 

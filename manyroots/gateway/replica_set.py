@@ -20,7 +20,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from manyroots.engine.client import EngineDiedError, EngineWatch, PauseMode
+from manyroots.engine.client import NO_COUNTS, EngineDiedError, EngineWatch, PauseMode
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.gateway.merged import merged_info, merged_stats
@@ -160,20 +160,23 @@ class ReplicaSet:
     @property
     def replicas(self) -> list[ReplicaView]:
         """Those that serve or are to serve."""
-        return [
-            ReplicaView(
-                number=number,
-                is_up=client.is_alive,
-                is_drained=self._is_drained[number],
-                is_leaving=self._is_leaving[number],
-                num_open=0 if self._router is None else self._router.num_open[number],
-                num_requests=self._num_given[number],
-                num_restarts=client.num_restarts,
-                pid=client.pid,
-            )
-            for number, client in enumerate(self._clients)
-            if self._is_member[number]
-        ]
+        return [self._view(n, c) for n, c in enumerate(self._clients) if self._is_member[n]]
+
+    def _view(self, number: int, client: ProcessClient) -> ReplicaView:
+        stats = client.stats or NO_COUNTS
+        return ReplicaView(
+            number=number,
+            is_up=client.is_alive,
+            is_drained=self._is_drained[number],
+            is_leaving=self._is_leaving[number],
+            num_open=0 if self._router is None else self._router.num_open[number],
+            num_requests=self._num_given[number],
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            page_usage=round(stats.page_usage, 3),
+            num_restarts=client.num_restarts,
+            pid=client.pid,
+        )
 
     @property
     def load(self) -> ReplicaLoad:
@@ -256,10 +259,13 @@ class ReplicaSet:
         async with self._moving:
             numbers = [number for number, is_in in enumerate(self._is_member) if is_in]
             for number in numbers:
+                client = self._clients[number]
+                while not client.is_alive and not client.is_over:  # it is being started
+                    await asyncio.sleep(WAIT_S)
                 logger.info("restarting replica %d", number)
                 async with self._leaving(number) as has_left:
                     if has_left:
-                        await self._clients[number].wake()
+                        await client.wake()
             return len(numbers)
 
     async def add(self, count: int) -> None:

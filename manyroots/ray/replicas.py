@@ -37,8 +37,11 @@ def ray_replicas(
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         # Nothing is reported to the network, and no dashboard listens.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        is_own = "RAY_ADDRESS" not in os.environ
         ray.init(
-            include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
+            include_dashboard=False if is_own else None,
+            # A Ray of our own has room for all replicas, as processes without Ray have.
+            num_cpus=max(os.cpu_count() or 1, options.max_replicas) if is_own else None,
             logging_level=logging.WARNING,
             log_to_driver=True,
         )

@@ -12,8 +12,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 
-from manyroots.ids import Tier
-
 _GROWTH = 2 ** (1 / 4096)
 """Of a request's weight over the one before it: a request 4096 ago counts half."""
 _MOST = 1e12
@@ -49,14 +47,17 @@ class AdapterPlaces:
         self._on_device.forget(replica)
         self._on_host.forget(replica)
 
-    def on(self, tier: Tier, adapter: str) -> int:
-        """The set of replicas that have it on the device, or on the host."""
-        places = self._on_device if tier is Tier.DEVICE else self._on_host
-        return places.replicas.get(adapter, 0)
+    def on_device(self, adapter: str) -> int:
+        """The set of replicas that have it in a slot."""
+        return self._on_device.replicas.get(adapter, 0)
+
+    def on_host(self, adapter: str) -> int:
+        """The set of replicas that have it in host memory, those with it in a slot included."""
+        return self._on_host.replicas.get(adapter, 0)
 
     def num_homes(self, adapter: str) -> int:
         """How many replicas have it, on the device or the host."""
-        return self.on(Tier.HOST, adapter).bit_count()
+        return self.on_host(adapter).bit_count()
 
     def target(self, adapter: str) -> int:
         """How many replicas should have it."""

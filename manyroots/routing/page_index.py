@@ -12,6 +12,7 @@ a page before it may be missing: there the count is an estimate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from manyroots.ids import Tier
 
@@ -55,8 +56,9 @@ class PageIndex:
         return bool(self._holders[tier].get(page, 0) >> replica & 1)
 
     def leading(self, tier: Tier, hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """How many of the prompt's first pages replicas have on this tier: (a set of replicas,
-        their number of pages), disjoint sets. Replicas that have none are left out."""
+        """How many of the prompt's first pages replicas have on this tier: (a set of replicas, a
+        number of pages that all of them have). Numbers rise, and each set is within the one before
+        it: a replica's number is that of the last set that has it."""
         holders = self._holders[tier]
         if not holders or not hashes:
             return []
@@ -73,23 +75,26 @@ class PageIndex:
                 else:
                     high = middle
             left = get(hashes[high], 0) & has if high < end else 0
-            found.append((has & ~left, high))
+            found.append((has, high))
             low, has = high, left
         return found
 
     def num_leading(self, replica: int, tier: Tier, hashes: Sequence[int]) -> int:
         """How many of the prompt's first pages one replica has."""
-        for replicas, num_pages in self.leading(tier, hashes):
-            if replicas >> replica & 1:
-                return num_pages
-        return 0
+        return pages_of(replica, self.leading(tier, hashes))
 
 
-def numbers(replicas: int) -> list[int]:
-    """The replicas of a set."""
+def pages_of(replica: int, leading: Sequence[tuple[int, int]]) -> int:
+    """One replica's number in what `PageIndex.leading` gives."""
+    return max((num_pages for replicas, num_pages in leading if replicas >> replica & 1), default=0)
+
+
+@lru_cache(maxsize=4096)
+def numbers(replicas: int) -> tuple[int, ...]:
+    """The replicas of a set. Cached: the same sets come again, of adapters and system prompts."""
     found = []
     while replicas:
         low = replicas & -replicas
         found.append(low.bit_length() - 1)
         replicas ^= low
-    return found
+    return tuple(found)

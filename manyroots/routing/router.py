@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from manyroots.errors import UnavailableError
 from manyroots.ids import Tier
 from manyroots.routing.adapter_places import AdapterPlaces
-from manyroots.routing.page_index import PageIndex, numbers
+from manyroots.routing.page_index import PageIndex, numbers, pages_of
 
 
 class RoutingPolicy(enum.Enum):
@@ -129,6 +129,9 @@ class Router:
         self.limits = limits
         self.policy = policy
         self.costs = costs or RoutingCosts()
+        adapter_s = self.costs.adapter_s
+        self._device_saves_s = adapter_s[Tier.STORAGE] - adapter_s[Tier.DEVICE]
+        self._host_saves_s = adapter_s[Tier.STORAGE] - adapter_s[Tier.HOST]
         self.pages = PageIndex(num_replicas)
         self.adapters = AdapterPlaces(
             num_replicas, max_loras=limits.max_loras, max_cpu_loras=limits.max_cpu_loras
@@ -186,11 +189,13 @@ class Router:
             places, scale = self.adapters, 1.0
             if places.num_homes(request.adapter) >= places.target(request.adapter):
                 scale += DISPLACEMENT
-            on_device = places.on(Tier.DEVICE, request.adapter)
-            on_host = places.on(Tier.HOST, request.adapter) & ~on_device
-            for tier, replicas in ((Tier.DEVICE, on_device), (Tier.HOST, on_host)):
-                # Relative to a load from storage, which the others need.
-                saved_s = scale * (self.costs.adapter_s[Tier.STORAGE] - self.costs.adapter_s[tier])
+            on_device, on_host = places.on_device(request.adapter), places.on_host(request.adapter)
+            # Relative to a load from storage, which the others need.
+            for replicas, saved_s in (
+                (on_device, self._device_saves_s),
+                (on_host & ~on_device, self._host_saves_s),
+            ):
+                saved_s *= scale
                 for replica in numbers(replicas):
                     cost_s[replica] -= saved_s
         return cost_s
@@ -199,19 +204,21 @@ class Router:
         """Take off what cached tokens need not cost."""
         size, pages, token_s = self.limits.page_size, self.pages, self._token_s
         on_device = pages.leading(Tier.DEVICE, request.hashes)
+        num_before = 0
         for replicas, num_pages in on_device:
-            num_tokens = size * num_pages
+            num_tokens = size * (num_pages - num_before)
+            num_before = num_pages
             for replica in numbers(replicas):
                 cost_s[replica] -= num_tokens * token_s[replica]
         if pages.is_empty(Tier.HOST):
             return
         # What is in storage came through the host.
         share = size * (1.0 - self.costs.lower_tier_share)
-        for replicas, num_pages in pages.leading(Tier.HOST, request.hashes):
-            for replica in numbers(replicas):
-                known = next((num for has, num in on_device if has >> replica & 1), 0)
-                if num_pages > known:
-                    cost_s[replica] -= share * (num_pages - known) * token_s[replica]
+        on_host = pages.leading(Tier.HOST, request.hashes)
+        for replica in numbers(on_host[0][0] if on_host else 0):
+            num_more = pages_of(replica, on_host) - pages_of(replica, on_device)
+            if num_more > 0:
+                cost_s[replica] -= share * num_more * token_s[replica]
 
     def _least(self, cost_s: list[float], request: RouteRequest) -> int:
         least_s = min(cost_s)

@@ -1,4 +1,4 @@
-"""Replicas in actors of a real Ray on this machine: they serve, die and come back."""
+"""Replicas in actors of a real Ray on this machine: they serve, die, come and go."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.adapter_server import MODEL, AdapterServer, serving, tokens
-from tests.e2e.conftest import command_of
+from tests.e2e.adapter_server import (
+    ADMIN,
+    MODEL,
+    AdapterServer,
+    completion,
+    serving,
+    tokens,
+)
+from tests.e2e.conftest import HEADERS, command_of
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.replica_load import Asked, StreamLoad
 from tests.helpers.tiny_adapters import TinyAdapters
 
 pytest.importorskip("ray")
 
 PROMPT = [(11 * i) % 290 + 5 for i in range(24)]
-NUM_REPLICAS = 2
+MAX_REPLICAS = 3
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
 
 @pytest.fixture(scope="module")
 def served(tiny: TinyAdapters) -> Iterator[AdapterServer]:
-    flags: dict[str, Any] = {"replicas": NUM_REPLICAS, "replica-backend": "ray", "device": "cpu"}
+    flags: dict[str, Any] = {
+        "replicas": 1, "max-replicas": MAX_REPLICAS, "replica-backend": "ray", "device": "cpu",
+        "target-ongoing-requests": 2, "upscale-delay-s": 0.2, "downscale-delay-s": 1.0,
+        "max-engine-restarts": 5,
+    }  # fmt: skip
     with serving(tiny, f"all={tiny.path('all')}", env=None, **flags) as server:
         yield server
 
@@ -50,7 +63,7 @@ def engines() -> list[int]:
 
 
 def pids(served: AdapterServer) -> list[int]:
-    answer = served.client.get("/v1/replicas", headers={"authorization": "Bearer the-admin"})
+    answer = served.client.get("/v1/replicas", headers=ADMIN)
     return [replica["pid"] for replica in answer.json()["data"]]
 
 
@@ -65,18 +78,34 @@ def test_m01_g08_actors_of_a_real_ray_serve_with_adapters(
     assert tokens(served.complete("few", PROMPT)) == tiny.greedy(PROMPT, "few", 8)
 
 
-def test_m01_m03_g08_ray_starts_a_killed_engine_again_and_it_has_its_adapters(
+def test_m01_m03_g08_autoscaling_on_ray_goes_to_three_and_back_through_a_kill(
     served: AdapterServer, tiny: TinyAdapters
 ) -> None:
-    before = pids(served)
-    os.kill(before[0], signal.SIGKILL)
-    served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS - 1)
-    assert tokens(served.complete("few", PROMPT)) == tiny.greedy(PROMPT, "few", 8)
-    served.server.wait_for("manyroots:replicas_up", lambda up: up == NUM_REPLICAS)
-    after = pids(served)
+    """Under load there are three. One of them is killed: Ray starts it again, and each answer is
+    right. Without load, one is left."""
+    asked = [
+        Asked(completion(adapter or MODEL, PROMPT, 24), tiny.greedy(PROMPT, adapter, 24))
+        for adapter in (None, "all", "few")
+    ]
+    wait_for = served.server.wait_for
+    load = StreamLoad(
+        served.server.url, HEADERS, asked, num_callers=6, errors=["killed by SIGKILL"]
+    )
+    with load:
+        wait_for("manyroots:replicas_up", lambda up: up == MAX_REPLICAS)
+        before = pids(served)
+        os.kill(before[0], signal.SIGKILL)
+        wait_for("manyroots:replicas_up", lambda up: up < MAX_REPLICAS)
+        load.wait_for_more(3)
+        wait_for("manyroots:replicas_up", lambda up: up == MAX_REPLICAS)
+        after = pids(served)
+    assert not load.wrong, (load.wrong, load.counts)
     assert after[0] != before[0]
-    assert after[1] == before[1]
-    assert tokens(served.complete("few", PROMPT)) == tiny.greedy(PROMPT, "few", 8)
+    assert after[1:] == before[1:]
+    with ThreadPoolExecutor(6) as pool:
+        got = list(pool.map(lambda _: tokens(served.complete("few", PROMPT)), range(6)))
+    assert got == [tiny.greedy(PROMPT, "few", 8)] * 6
+    wait_for("manyroots:replicas", lambda number: number == 1)
 
 
 def test_m01_the_server_drains_and_leaves_no_engine(served: AdapterServer) -> None:
@@ -93,13 +122,13 @@ import httpx, ray
 from ray import serve
 from manyroots.ray import app
 
-model, proxy, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model, port = sys.argv[1], int(sys.argv[2])
 ray.init(include_dashboard=False, num_cpus=4, logging_level="WARNING", log_to_driver=False)
-serve.start(http_options={"host": "127.0.0.1", "port": proxy})
-serve.run(app({
-    "model": model, "replicas": "2", "port": port, "device": "cpu", "served-model-name": "tiny",
+serve.start(proxy_location="Disabled")
+handle = serve.run(app({
+    "model": model, "replicas": "1", "port": port, "device": "cpu", "served-model-name": "tiny",
 }))
-gateway = httpx.get(f"http://127.0.0.1:{proxy}/", timeout=60).json()["gateway"]
+gateway = handle.address.remote().result(timeout_s=120)
 deadline = time.monotonic() + 240
 while httpx.get(gateway + "/ready").status_code != 200:
     assert time.monotonic() < deadline
@@ -108,7 +137,7 @@ asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": Tr
 answer = httpx.post(gateway + "/v1/completions", json=asked, timeout=60)
 assert answer.status_code == 200, answer.text
 assert answer.json()["usage"]["completion_tokens"] == 3
-assert 'manyroots:replicas_up{model_name="tiny"} 2.0' in httpx.get(gateway + "/metrics").text
+assert 'manyroots:replicas_up{model_name="tiny"} 1.0' in httpx.get(gateway + "/metrics").text
 serve.shutdown()
 ray.shutdown()
 print("served")
@@ -117,12 +146,10 @@ print("served")
 
 def test_m01_g08_a_serve_application_is_a_gateway_with_its_engines(tiny: TinyAdapters) -> None:
     """In a process of its own, because Ray changes signal handlers and the environment."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as chosen:
-            chosen.bind(("127.0.0.1", 0))
-            ports.append(str(chosen.getsockname()[1]))
-    command = [sys.executable, "-c", APPLICATION, str(tiny.model), *ports]
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        port = str(chosen.getsockname()[1])
+    command = [sys.executable, "-c", APPLICATION, str(tiny.model), port]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout

@@ -23,6 +23,8 @@ from tests.e2e.adapter_server import (
 )
 from tests.e2e.conftest import HEADERS
 from tests.helpers.adapter_folders import Recipe
+from tests.helpers.chromium import chromium, find_chromium
+from tests.helpers.page_server import open_page
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.replica_load import Asked, StreamLoad
 from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
@@ -213,6 +215,17 @@ def test_m01_the_server_says_how_its_replicas_are(served: AdapterServer) -> None
     assert [replica["number"] for replica in listed] == [0, 1, 2]
     assert sorted(replica["pid"] for replica in listed) == sorted(served.server.children())
     assert all(replica["is_up"] for replica in listed)
+
+
+def test_m01_g07_the_page_shows_all_replicas(served: AdapterServer) -> None:
+    if find_chromium() is None:
+        pytest.skip("there is no Chromium and none can be installed: the page was NOT tried")
+    with chromium() as browser:
+        tab = open_page(browser, served)
+        rows = "[...document.querySelectorAll('#view [aria-label=Replicas] tbody tr')]"
+        tab.until(f"{rows}.length === {NUM_REPLICAS}")
+        tab.until(f"{rows}.every((row) => row.innerText.includes('up'))")
+        tab.close()
 
 
 def test_m01_g08_replicas_are_added_for_a_queue_and_for_adapters_and_removed_again(

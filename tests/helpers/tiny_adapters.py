@@ -25,16 +25,17 @@ RECIPES = {
 class TinyAdapters:
     """A folder with `model` and `adapters/NAME`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "llama") -> None:
+        """Of other kinds than a Llama there are no adapters but those that are written later."""
         self.model = folder / "model"
         self.dirs = folder / "adapters"
         self.slow = folder / "slow"
         """For `slow_steps`, by tests that make it."""
-        self._theirs: Any = save_tiny(self.model, "llama", vocab_size=300)
+        self._theirs: Any = save_tiny(self.model, kind, vocab_size=300)
         self._theirs.generation_config.eos_token_id = None
         tiny_backend().save(str(self.model / "tokenizer.json"))
         self.targets = load_tiny(self.model).adapter_targets()
-        for name, recipe in RECIPES.items():
+        for name, recipe in RECIPES.items() if kind == "llama" else ():
             self.write(name, recipe)
 
     def write(self, name: str, recipe: Recipe) -> Path:

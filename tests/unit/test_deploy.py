@@ -144,3 +144,34 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     about = [line for line in done.stderr.splitlines() if UNIT.name in line]
     assert not about
     assert done.returncode == 0, done.stderr
+
+
+def pool_parts() -> dict[str, dict[str, Any]]:
+    text = (DEPLOY / "kubernetes" / "inference-pool.yaml").read_text()
+    return {part["kind"]: part for part in yaml.safe_load_all(text)}
+
+
+def test_m05_the_inference_pool_selects_the_servers_and_their_port() -> None:
+    """M05: fields and limits as the pool's API describes them; Kubernetes' schemas have none."""
+    parts = pool_parts()
+    pod = parts["Deployment"]["spec"]["template"]
+    [server] = pod["spec"]["containers"]
+    spec = parts["InferencePool"]["spec"]
+    assert parts["InferencePool"]["apiVersion"] == "inference.networking.k8s.io/v1"
+    assert spec["selector"] == {"matchLabels": pod["metadata"]["labels"]}
+    assert spec["targetPorts"] == [{"number": server["ports"][0]["containerPort"]}]
+    assert set(spec["endpointPickerRef"]) == {"name", "port"}
+    _parse([*entrypoint("Dockerfile.cuda")[1:], *server["args"], "--admin-key", "from-the-secret"])
+    drain_s = ServerSettings().drain_timeout_s
+    assert pod["spec"]["terminationGracePeriodSeconds"] > drain_s
+
+
+def test_m05_the_adapter_syncer_is_given_adapters_that_the_server_may_read_and_its_key() -> None:
+    parts = pool_parts()
+    config = yaml.safe_load(parts["ConfigMap"]["data"]["configmap.yaml"])["vLLMLoRAConfig"]
+    [server] = parts["Deployment"]["spec"]["template"]["spec"]["containers"]
+    [folder] = [arg.partition("=")[2] for arg in server["args"] if arg.startswith("--lora-dirs")]
+    for model in config["ensureExist"]["models"]:
+        assert model["source"].startswith(f"{folder}/")
+    secret = parts["Secret"]["stringData"]
+    assert f"password {secret['admin-key']}" in secret["netrc"]

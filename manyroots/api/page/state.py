@@ -6,11 +6,14 @@ since the one before. Everything that leaves here is JSON without a prompt, a to
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from typing import Any
 
 from manyroots.api.state import Phase, ServerState, Service
+from manyroots.gateway.replica_set import ReplicaSet
+from manyroots.gateway.router_client import RouterClient
 from manyroots.ids import AdapterName, RequestId
 from manyroots.snapshot import MAX_STEPS, AdapterView, Snapshot, StepView, TreeView
 from manyroots.version import __version__
@@ -132,6 +135,8 @@ class PageState:
             "phase": server.phase.value,
             "restarts": server.engine.num_restarts,
         }
+        if isinstance(server.engine, ReplicaSet | RouterClient):
+            now["replicas"] = [dataclasses.asdict(view) for view in server.engine.replicas]
         progress = server.engine.progress
         if progress is not None:
             now["progress"] = [progress.stage, progress.done, progress.total]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from typing import Any
 
 import httpx
@@ -208,3 +209,23 @@ async def test_a_client_that_goes_away_leaves_the_names_right() -> None:
     async with asyncio.timeout(PATIENCE_S):
         while "new" not in await names(server):
             await asyncio.sleep(0)
+
+
+async def test_m05_the_calls_of_the_adapter_syncer_load_and_unload() -> None:
+    """M05: what the inference extension's sidecar sends, in its order. It knows no keys; its HTTP
+    library takes a password from a netrc file."""
+    server = harness()
+    netrc = {"authorization": "Basic " + base64.b64encode(b"syncer:the-admin").decode()}
+    assert (await server.get("/health", headers=netrc)).status_code == 200
+    listed = (await server.get("/v1/models", headers=netrc)).json()["data"]
+    assert "extra" not in [model["id"] for model in listed]
+    body = {"lora_name": "extra", "lora_path": "/dirs/extra", "base_model_name": "base"}
+    loaded = await server.post("/v1/load_lora_adapter", body, headers=netrc)
+    assert loaded.status_code == 200, loaded.text
+    assert "extra" in await names(server)
+    gone = await server.post("/v1/unload_lora_adapter", {"lora_name": "extra"}, headers=netrc)
+    assert gone.status_code == 200, gone.text
+    assert "extra" not in await names(server)
+    wrong = {"authorization": "Basic " + base64.b64encode(b"the-admin:").decode()}
+    refused = await server.post("/v1/load_lora_adapter", body, headers=wrong)
+    assert refused.status_code == 401

@@ -40,7 +40,7 @@ def test_m02_removed_pages_are_not_counted() -> None:
     index.store(0, Tier.DEVICE, PAGES)
     index.store(1, Tier.DEVICE, PAGES)
     index.remove(0, Tier.DEVICE, PAGES[5:])
-    assert index.leading(Tier.DEVICE, PAGES) == [(1, 5), (2, 20)]
+    assert index.leading(Tier.DEVICE, PAGES) == [(3, 5), (2, 20)]
     index.forget(1)
     assert index.leading(Tier.DEVICE, PAGES) == [(1, 5)]
     assert len(index) == 5
@@ -116,8 +116,8 @@ def test_m04_the_least_recently_used_adapters_leave_the_device_and_the_host() ->
     places = AdapterPlaces(1, max_loras=2, max_cpu_loras=3)
     for name in "abcd":
         places.use(0, name)
-    assert [places.on(Tier.DEVICE, name) for name in "abcd"] == [0, 0, 1, 1]
-    assert [places.on(Tier.HOST, name) for name in "abcd"] == [0, 1, 1, 1]
+    assert [places.on_device(name) for name in "abcd"] == [0, 0, 1, 1]
+    assert [places.on_host(name) for name in "abcd"] == [0, 1, 1, 1]
 
 
 def test_m02_a_session_is_a_hint_and_no_promise() -> None:

@@ -1,6 +1,6 @@
 // Tokens per second, what runs and waits, times, and where the memory is.
 
-import { h, panel, setText, swatch } from "./dom.js";
+import { Table, h, panel, setText, swatch } from "./dom.js";
 import { MEMORY, store } from "./store.js";
 import { lines } from "./charts.js";
 import { bytes, count, milliseconds, percent, rate } from "./format.js";
@@ -13,6 +13,18 @@ const TILES = [
   ["First token", (now) => milliseconds(now.first_token_ms[0]), (now) => `p99 ${milliseconds(now.first_token_ms[2])}`],
   ["Between tokens", (now) => milliseconds(now.between_ms[0]), (now) => `p99 ${milliseconds(now.between_ms[2])}`],
   ["Prompt reused", (now) => percent(...now.recent_hits), (now) => `${percent(now.hits, now.lookups)} since start`],
+];
+
+const text = (title, value, num = true) => ({ title, num, fill: (node, item) => setText(node, value(item)) });
+const REPLICAS = [
+  text("Replica", (item) => item.number),
+  text("State", replicaState, false),
+  text("Requests", (item) => count(item.num_open)),
+  text("Running", (item) => count(item.num_running)),
+  text("Waiting", (item) => count(item.num_waiting)),
+  text("Pages held", (item) => percent(item.page_usage, 1)),
+  text("Given since start", (item) => count(item.num_requests)),
+  text("Restarts", (item) => count(item.num_restarts)),
 ];
 
 const USES = {
@@ -39,10 +51,15 @@ export function overview() {
   const memory = h("div");
   const misses = h("div", { class: "legend" });
   const legend = (...entries) => h("div", { class: "legend" }, entries.map(([variable, text]) => h("span", {}, dot(variable), text)));
+  const replicas = new Table(REPLICAS, { caption: "Replicas" });
+  const replicaPanel = panel("Replicas", replicas.node, h("div", { class: "legend" }, "The other views show the first replica that is up."));
+  replicaPanel.hidden = true;
   let shownMemory = "";
 
   function draw() {
     const { now, history } = store;
+    replicaPanel.hidden = !now.replicas;
+    if (now.replicas) replicas.show(now.replicas);
     if (now.point) {
       TILES.forEach(([, value, sub], place) => {
         setText(tiles[place].value, value(now));
@@ -71,6 +88,7 @@ export function overview() {
     lead: "the last two minutes",
     nodes: [
       h("div", { class: "tiles" }, tiles.map((tile) => tile.node)),
+      replicaPanel,
       h(
         "div",
         { class: "grid2" },
@@ -85,6 +103,12 @@ export function overview() {
 }
 
 const short = (value) => (value >= 10000 ? `${Math.round(value / 1000)}k` : value >= 10 || value === 0 ? String(Math.round(value)) : value.toFixed(1));
+
+function replicaState(item) {
+  if (!item.is_up) return "down";
+  if (item.is_drained) return "does not answer";
+  return item.is_leaving ? "leaving" : "up";
+}
 
 function dot(variable) {
   return swatch(`var(${variable})`);

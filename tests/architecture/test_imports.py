@@ -84,8 +84,8 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "gateway.orders", "engine.process", "engine.child", "engine.kv_events", "engine.wire_key",
-    "distributed.wire",
+    "engine.wire", "engine.process", "engine.child", "engine.kv_events", "engine.wire_key",
+    "distributed.wire", "gateway.orders",
     "conformance.events",
 }  # fmt: skip
 

@@ -85,6 +85,12 @@ def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True
             f"num_attention_heads {text.num_attention_heads}; latent attention has a key for each "
             "head. Check its config.json."
         )
+    if is_rotated and text.head_dim != text.qk_rope_head_dim:
+        raise ModelError(
+            f"the model's head_dim is {text.head_dim} and its qk_rope_head_dim "
+            f"{text.qk_rope_head_dim}; these are one number here. Remove head_dim "
+            "from its config.json."
+        )
     scale = (text.qk_nope_head_dim + text.qk_rope_head_dim) ** -0.5
     return LatentSpec(
         num_heads=text.num_attention_heads,
@@ -192,9 +198,15 @@ def of_text(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def finish(values: Values) -> None:
-    """The rotated part is what rotations know as a head."""
+    """The rotated part is what rotations know as a head, whatever the file says."""
     fill_kv_heads(values)
     values["head_dim"] = values["qk_rope_head_dim"]
+
+
+def finish_v3(values: Values) -> None:
+    """The same, but transformers takes a head's size from the file where it has one."""
+    fill_kv_heads(values)
+    values.setdefault("head_dim", values["qk_rope_head_dim"])
 
 
 def _finish_v2(values: Values) -> None:
@@ -205,7 +217,6 @@ def _finish_v2(values: Values) -> None:
 LATENT_DEFAULTS: Values = COMMON | {
     "attention_bias": False,
     "num_key_value_heads": None,
-    "head_dim": None,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
@@ -234,7 +245,7 @@ _V3 = ConfigType(
         "eos_token_id": 1,
         "rope_interleave": True,
     },
-    finish,
+    finish_v3,
     other_names={"n_routed_experts": "num_local_experts"},
     may_be_null=("num_key_value_heads",),
 )

@@ -7,6 +7,7 @@ DeepSeek-V3, after a dense layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +15,13 @@ from manyroots.errors import ModelError
 from manyroots.layers.rotary import RopeSpec
 from manyroots.layers.spec import ChannelDeltaSpec, LayerSpec, MixerSpec
 from manyroots.models.architecture import LINEAR, Architecture, ConfigType, Tensors, Values, renamed
-from manyroots.models.deepseek import LATENT_DEFAULTS, finish, latent_attention, sigmoid_experts
-from manyroots.models.fields import MAX_SIDE, whole
+from manyroots.models.deepseek import (
+    LATENT_DEFAULTS,
+    finish_v3,
+    latent_attention,
+    sigmoid_experts,
+)
+from manyroots.models.fields import MAX_SIDE, shown, whole
 from manyroots.models.glm4_moe_lite import DENSE, SPARSE, block_types
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
@@ -42,6 +48,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
             f"the model's hidden_act is {text.hidden_act!r}; delta attention has 'silu'. Check its "
             "config.json."
         )
+    _refuse_rotation(text)
     mixers: dict[str, MixerSpec] = {
         LINEAR: ChannelDeltaSpec(
             num_heads=text.linear_num_heads,
@@ -60,6 +67,18 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(layers, ropes=[RopeSpec((), 1.0)])
 
 
+def _refuse_rotation(text: Any) -> None:
+    """A config that scales rotations means another model: this one has none to scale."""
+    for field in ("rope_scaling", "rope_parameters"):
+        rope = getattr(text, field, None) or {}
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
+        if kind not in (None, "default"):
+            raise ModelError(
+                f"the model's {field} asks for {shown(kind)}; Kimi Linear rotates nothing. Remove "
+                f"{field} from its config.json."
+            )
+
+
 def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
     """Under transformers' names; convolutions apart, experts one by one."""
     return per_expert(_apart(renamed(_NAMES)(weights)))
@@ -76,7 +95,7 @@ def _apart(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _finish(values: Values) -> None:
-    finish(values)
+    finish_v3(values)
     linear = values.get("linear_attn_config") or {}
     count = values["num_hidden_layers"]
     for field, theirs in (

@@ -97,28 +97,39 @@ def check_same(kind: str, changes: Mapping[str, Any], folder: Path) -> None:
         assert isinstance(found, Exception), (kind, changes, wanted)
 
 
-UNLIKE = {
-    "deepseek-v3": "a head_dim beside qk_rope_head_dim changes transformers' rotation, not ours",
-    "kimi-linear": "transformers refuses a rope_scaling that ours takes, and neither uses",
-}
-"""Known differences, each to be refused by name."""
-
-
-def kinds(*others: str) -> list[Any]:
-    """All, with those that differ in a known way expected to."""
-    marks = {kind: pytest.mark.xfail(reason=why, strict=True) for kind, why in UNLIKE.items()}
-    return [
-        pytest.param(kind, marks=marks[kind]) if kind in marks else kind
-        for kind in MODELS
-        if kind not in others
-    ]
-
-
-@pytest.mark.parametrize("kind", kinds(*SAME_CLASS))
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in SAME_CLASS])
 def test_every_field_means_what_transformers_makes_of_it(kind: str, tmp_path: Path) -> None:
     for field, value in cases(kind):
         if field not in NOT_OF_THE_MODEL:
             check_same(kind, {field: value}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("deepseek-v3", "head_dim", 4),
+        ("deepseek-v3", "head_dim", None),
+        ("kimi-linear", "rope_scaling", {"type": "yarn", "factor": 2.0}),
+        ("kimi-linear", "rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_f01_rotations_that_the_model_does_not_have_are_refused_by_name(
+    kind: str, field: str, value: Any
+) -> None:
+    """F01: transformers would rotate heads of another size, or refuses to read the config."""
+    written = changed(kind, {field: value})
+    assert written is not None
+    refused = spec(lambda: ours(written))
+    assert isinstance(refused, ModelError)
+    assert f"the model's {field}" in str(refused)
+
+
+def test_f01_a_head_of_another_size_counts_for_nothing_where_nothing_is_rotated() -> None:
+    """F01: the published Kimi Linear says 72 beside 64."""
+    written, other = changed("kimi-linear", {}), changed("kimi-linear", {"head_dim": 72})
+    assert written is not None
+    assert other is not None
+    assert spec(lambda: ours(other)) == spec(lambda: ours(written))
 
 
 @for_seeds(12)

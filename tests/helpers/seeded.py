@@ -4,6 +4,9 @@ installed (R06).
 `@for_seeds(n)` runs a test once for each of n seeds, with a `Draw` of that seed for its argument
 `draw`. A failure names its seed, and `pytest --seed N` runs that one alone. `seeds(n)` gives the
 seeds of a test that is parametrized by them. `pytest --times 20` draws twenty times as many cases.
+
+Tests draw few cases by default: the suite must end in 20 minutes, the same seeds come in every run,
+and `tests/soaks` draws others by the million.
 """
 
 from __future__ import annotations

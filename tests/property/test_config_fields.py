@@ -35,7 +35,9 @@ def test_f01_each_value_of_a_field_is_transformers_or_refused_by_name(tmp_path: 
 def test_f01_fields_of_other_architectures_count_for_nothing(kind: str, tmp_path: Path) -> None:
     """F01: strangers leave them in config.json."""
     own = {*fields_of(kind), *fields_read(kind), *EVERYWHERE, *NOT_OF_THE_MODEL}
-    own.add("mlp_layer_types")  # transformers checks its length in every config
+    # Transformers refuses one of another length in every config, so that there is no model of it
+    # to compare ours with.
+    own.add("mlp_layer_types")
     foreign = {n: v for other in KINDS for n, v in fields_of(other).items() if n not in own}
     assert len(foreign) > 20
     assert Trial(kind, tmp_path).compare(foreign).how in ("read", OF_NO_ACCOUNT)

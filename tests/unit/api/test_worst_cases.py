@@ -15,6 +15,9 @@ from tests.unit.api.harness import Harness
 pytestmark = pytest.mark.anyio
 PLAIN = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
 MANY = PLAIN | {"prompt": ["hi"] * 256}
+NUM_TRIES = 4
+"""Processor time is no exact measure: on a shared machine cold caches and stolen time count as
+work. A body that is slow to read is so at every try."""
 
 
 def test_r03_worst_bodies_are_answered_and_live_meanwhile() -> None:
@@ -41,9 +44,15 @@ async def test_r03_a_large_body_leaves_live_quick(body: Any, status: int) -> Non
     """R03: these took the event loop seconds to minutes."""
     asked = Asked(Harness().client)
     await asked.ask("/v1/completions", json.dumps(PLAIN | {"user": "x" * 2_000_000}).encode())
-    answered, why = await asked.ask("/v1/completions", json.dumps(body).encode())
-    assert why is None
-    assert answered == status
+    faults = []
+    for _ in range(NUM_TRIES):
+        answered, why = await asked.ask("/v1/completions", json.dumps(body).encode())
+        assert answered == status
+        if why is None:
+            return
+        faults.append(why)
+        assert all(fault.startswith("/live is 200 after ") for fault in why.split("; ")), why
+    pytest.fail(f"{faults}")
 
 
 def test_r03_a_large_body_is_read_as_a_small_one_is() -> None:

@@ -372,9 +372,19 @@ def test_l07_random_traffic_of_more_adapters_than_may_run(seed: int) -> None:
     assert engine.engine.scheduler.stats().total_pauses > 0
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "pack", "fair"])
-@pytest.mark.parametrize("rows", [2, 4, 8])
-@pytest.mark.parametrize("max_tokens", [1, 2, 6, 17, 60])
+POLICIES = ("fcfs", "pack", "fair")
+LENGTHS = (1, 2, 6, 17, 60)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "rows", "policy"),
+    # Each length with each policy, and each policy with each number of rows: 15 of 45.
+    [
+        (length, (2, 4, 8)[(number + policy) % 3], POLICIES[policy])
+        for number, length in enumerate(LENGTHS)
+        for policy in range(3)
+    ],
+)
 def test_l06_outputs_of_any_length_leave_a_rare_adapter_its_time(
     max_tokens: int, rows: int, policy: str
 ) -> None:

@@ -108,8 +108,9 @@ class RealWorld:
     def _compute(self, adapter: AdapterDigest | None, tokens: bytes) -> None:
         """All pages of a prompt at once, without anything that is cached."""
         if self._cold is None:
+            # Not audited: it has thousands of pages, and one request at a time.
             self._cold = RealEngine(
-                self, checkpoint_interval_tokens=PAGE, kv_cache_memory_bytes=64 << 20
+                self, audits=False, checkpoint_interval_tokens=PAGE, kv_cache_memory_bytes=64 << 20
             )
         cold, salt = self._cold, f"cold {next(self._salts)}"
         name = None if adapter is None else cold.name_of(adapter)

@@ -56,7 +56,14 @@ def order(
 ) -> tuple[list[int], int]:
     """In which order requests of (adapter, salt) begin, one row at a time, and how often weights
     are brought to the device for them. Each must give what it gives alone."""
-    engine = RealEngine(world, scheduling_policy=policy, max_num_seqs=1, max_loras=max_loras)
+    # Few pages: the audit after each step looks at all of them, and memory has room for a million.
+    engine = RealEngine(
+        world,
+        scheduling_policy=policy,
+        max_num_seqs=1,
+        max_loras=max_loras,
+        num_gpu_blocks_override=4 * MAX_LEN // PAGE,
+    )
     prompts = [[20 + number, 9, 8, 7, 6] for number in range(len(asked))]
     alone = [
         engine.ask(prompt, name, salt="alone", max_tokens=3).tokens

@@ -1,8 +1,9 @@
-"""Whether the base weights that an adapter's file repeats are those of the model that serves it.
+"""Checks that the base weights repeated in an adapter's file are those of the serving model.
 
-PEFT saves the embedding and the head whole beside an adapter that changes them, and uses what it
-saved. Here the model's own are used, so both must be the same. They may be rounded otherwise, or
-quantized: then all rows differ alike. Rows of tokens that were added or trained differ by far more.
+PEFT saves the whole embedding and head with an adapter that changes them, and uses the saved ones.
+Here the model's own are used, so both must be equal. They may be rounded differently, or quantized:
+then all rows differ by a similar amount. Rows of tokens that were added or trained differ by far
+more.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from manyroots.errors import AdapterError
 
 _ROWS_AT_ONCE = 8192
 _ROUNDED = 0.05
-"""Of a row's size: what half precision rounds off is a tenth of it."""
+"""As a share of a row's size; half precision rounds off a tenth of this."""
 _FAR_MORE = 4.0
 _ANOTHER_MODEL = 0.3
-"""As far as this no quantization goes."""
+"""No quantization differs by this much."""
 _MAX_NAMED = 6
 
 
@@ -32,7 +33,7 @@ class BaseRows(NamedTuple):
 
 
 def check_copy(name: str, copy: Tensor, own: BaseRows) -> None:
-    """`copy`: the whole weight as the file has it, under this name."""
+    """`copy`: the whole weight in the file, under this name."""
     differences = _differences(copy, own)
     usual = differences.median()
     if not usual <= _ANOTHER_MODEL:
@@ -54,7 +55,7 @@ def check_copy(name: str, copy: Tensor, own: BaseRows) -> None:
 
 
 def _differences(copy: Tensor, own: BaseRows) -> Tensor:
-    """Of each row, by its size."""
+    """The difference of each row, relative to its size."""
     num_rows = len(own.weight)
     apart, sizes = torch.empty(num_rows), torch.empty(num_rows)
     for start in range(0, num_rows, _ROWS_AT_ONCE):
@@ -63,5 +64,5 @@ def _differences(copy: Tensor, own: BaseRows) -> Tensor:
         theirs = copy[own.first + rows.start : own.first + rows.stop].float()
         sizes[rows] = torch.linalg.vector_norm(ours, dim=1)
         apart[rows] = torch.linalg.vector_norm(theirs - ours, dim=1)
-    # A row of zeros, which nothing uses, has a size all the same.
+    # An unused row of zeros still needs a size.
     return apart / sizes.clamp(min=1e-3 * sizes.mean().item() + 1e-12)

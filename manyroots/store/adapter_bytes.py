@@ -1,7 +1,7 @@
-"""The bytes of an adapter's file on their way into host memory: looked at once, and put in place.
+"""Moves the bytes of an adapter's file into host memory: checks each once, and stores it in place.
 
-Takes chunks in the order of the file, each on the thread that has just read it: while a core has
-them in its cache, checking and moving them costs little beside reading them from there.
+Takes chunks in the order of the file, each on the thread that has just read it. The chunk is then
+in that core's cache, so checking and moving it costs little.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from manyroots.lora.files.tensors import TensorEntry
 
 FlatBytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 ByteOffsets = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""Where each tensor of the file begins in memory, in bytes."""
+"""The start of each of the file's tensors in memory, in bytes."""
 
 _SIGNED = {"F32": np.int32, "F16": np.int16, "BF16": np.int16}
 _UNSIGNED = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
 _INFINITY = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
-"""As a whole number. Every finite number of the same sign is below it, every NaN above."""
+"""As an integer. Every finite number of the same sign is smaller, every NaN larger."""
 
 
 def are_finite(raw: memoryview, dtype: str) -> bool:
@@ -35,7 +35,7 @@ def are_finite(raw: memoryview, dtype: str) -> bool:
 
 
 def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> ByteOffsets:
-    """One half after the other, and the tensors of each in its own order."""
+    """First all A, then all B, each in its own order of tensors."""
     order = list(chain.from_iterable(piece.tensors for piece in pieces))
     sizes = np.array([tensors[index].end - tensors[index].start for index in order], np.int64)
     places = np.empty(len(tensors), np.int64)
@@ -45,14 +45,14 @@ def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> ByteOf
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Where the bytes of a file of one dtype belong, in pieces that divide every tensor and every
-    chunk: one call for a chunk, whatever it has of which tensors."""
+    """The destinations of a file of one dtype, in pieces that divide every tensor and every chunk:
+    one call per chunk, for any mix of tensors."""
 
     dtype: str
     step: int
     """Bytes of a piece."""
     to: ByteOffsets
-    """Which piece of memory each of the file's pieces is."""
+    """The piece of memory for each piece of the file."""
 
     @classmethod
     def between(cls, tensors: Sequence[TensorEntry], places: ByteOffsets) -> Moves:
@@ -70,14 +70,14 @@ class ArrivingBytes:
     """Memory that a file of one dtype is read into, in another order than the file's."""
 
     def __init__(self, memory: FlatBytes, moves: Moves) -> None:
-        """As many bytes of memory as the file has."""
+        """The memory has as many bytes as the file."""
         self._moves = moves
         self._kind = np.dtype((np.void, moves.step))
         self._memory = memory.view(self._kind)
         self.is_finite = True
 
     def take(self, start: int, chunk: memoryview) -> None:
-        """The file's bytes from `start` on. Called on any thread."""
+        """Take the file's bytes from `start` on. Called on any thread."""
         if not are_finite(chunk, self._moves.dtype):
             self.is_finite = False
         first = start // self._moves.step

@@ -1,7 +1,7 @@
-"""Several adapters in host memory made one: pairs side by side, each with its weight.
+"""Combines several adapters in host memory into one: their pairs side by side, each weighted.
 
-Takes weights that were read; gives weights of the sum, in a buffer of their own: the ranks of a
-target's pairs add up, and weight and scaling are in A.
+Takes loaded weights; gives the weights of the sum in a new buffer. The ranks of a target's pairs
+add up; A includes weight and scaling.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WeightedPart = tuple[AdapterSpec, AdapterWeights, float]
 def combine(
     parts: Sequence[WeightedPart], targets: Targets, *, max_rank: int, allocate: Allocate
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    """AdapterError says why they can't be one."""
+    """Raises AdapterError if they cannot be combined."""
     if any(spec.invocation_tokens is not None for spec, _, _ in parts):
         raise AdapterError("activated adapters (aLoRA) can't be combined; name one alone.")
     made = {
@@ -67,6 +67,7 @@ def _joined(name: str, kind: TargetKind, parts: Sequence[WeightedPart]) -> LoraP
 
 
 def _same_experts(halves: list[Tensor]) -> list[Tensor]:
-    """A matrix that all experts share beside others' own: one for each."""
+    """If one adapter shares a matrix among experts and another does not, repeat it for each
+    expert."""
     count = max(half.shape[0] for half in halves)
     return [half.expand(count, *half.shape[1:]) for half in halves]

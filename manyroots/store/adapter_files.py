@@ -1,9 +1,9 @@
-"""An adapter read from its folder into host memory, checked on the way.
+"""Reads an adapter from its folder into host memory, and checks it.
 
 Takes a folder and the model's targets; gives the adapter's spec and its weights in canonical form,
-in the engine's dtype, in one flat buffer. Names, shapes and options are checked in `lora/files`
-before any weight is read; here are only the bytes: read and hashed once, in threads, and moved only
-where the file has them in another form.
+in the engine's dtype, in one flat buffer. `lora/files` checks names, shapes and options before any
+weight is read. This module handles only the bytes: they are read and hashed once, in threads, and
+moved only if the file has another layout.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def read_adapter(
     allowed_dirs: Sequence[Path] | None = None,
     base: Mapping[str, BaseRows] | None = None,
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    """Read and check one PEFT folder; AdapterError says why it can't be served.
+    """Read and check one PEFT folder; raises AdapterError if it cannot be served.
 
-    With `allowed_dirs`, the files must lie in one of them after all links are followed. `base`:
-    weights of the model that files may repeat, by target.
+    With `allowed_dirs`, the files must be in one of them after links are resolved. `base`: weights
+    of the model that files may repeat, by target.
     """
     layouts = Layouts(targets, max_rank=max_rank, dtype=dtype, vocab_size=vocab_size)
     return read_folder(path, layouts, allowed_dirs=allowed_dirs, base=base)
@@ -70,7 +70,7 @@ def read_folder(
     allocate: Allocate = pageable,
     base: Mapping[str, BaseRows] | None = None,
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    """One of many adapters. `allocate` gives the memory in which the weights stay."""
+    """Read one of many adapters. `allocate` gives the memory for the weights."""
     folder = check_folder(path, allowed_dirs)
     with (
         AdapterFile(find_file(folder, CONFIG_FILE, allowed_dirs)) as config_file,
@@ -87,7 +87,7 @@ def read_files(
     allocate: Allocate = pageable,
     base: Mapping[str, BaseRows] | None = None,
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    """The same of files that are open, or in memory."""
+    """The same for open files, or files in memory."""
     with _without_collector():
         files = layouts.of(config_file, weights_file)
         if files.moves is not None:
@@ -105,9 +105,9 @@ def read_files(
 
 
 def foresee(folders: Sequence[str], layouts: Layouts) -> None:
-    """Describe what these folders hold, as far as descriptions are kept, without reading a weight:
-    the first request for one of them, or for any that is alike, then waits for its bytes alone.
-    What can't be served is said when it is asked for."""
+    """Describe these folders, as far as descriptions are cached, without reading a weight. The
+    first request for one of them, or for a similar one, then waits only for its bytes. Unsupported
+    adapters are reported on their first use."""
     for folder in folders[:MAX_KEPT]:
         with contextlib.suppress(ManyrootsError, OSError), _without_collector():
             path = check_folder(Path(folder), None)
@@ -120,8 +120,8 @@ def foresee(folders: Sequence[str], layouts: Layouts) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """A file may have tens of thousands of tensors, all described at once and none of it garbage:
-    the collector would look through all of it again and again, for half of the time (measured)."""
+    """A file may have tens of thousands of tensors, all described at once and none of it garbage.
+    The garbage collector would scan them repeatedly, for half of the time (measured)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -143,18 +143,18 @@ def _spec(weights: AdapterWeights, files: FileLayout) -> AdapterSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is in a file."""
+    """The content of a file."""
 
     hashes: list[bytes]
     buffer: Tensor
     is_finite: bool
-    """False: some number is not, or none was checked."""
+    """False if a number is not finite, or if none was checked."""
 
 
 def _read_into_place(
     file: AdapterFile, files: FileLayout, moves: Moves, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
-    """Every byte goes from the file, by way of a chunk, to where it stays."""
+    """Every byte is copied once, from the file through a chunk to its destination."""
     buffer = allocate(files.header.data_bytes)
     arriving = ArrivingBytes(buffer.numpy(), moves)
     hashes = read_and_hash(file, files.header, None, arriving.take)
@@ -226,7 +226,7 @@ def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:
 
 
 def _check_finite(weights: AdapterWeights) -> None:
-    """After the conversion: a number may be too large for the engine's dtype alone."""
+    """Checked after the conversion: a number may exceed only the range of the engine's dtype."""
     low, high = torch.aminmax(weights.buffer)
     if math.isfinite(low.item()) and math.isfinite(high.item()):
         return

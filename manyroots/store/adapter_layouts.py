@@ -1,9 +1,9 @@
-"""What an adapter's files hold, and where it goes: worked out once for adapters that are alike.
+"""Computes the content and destination of an adapter's files, once for similar adapters.
 
 Takes an adapter's open files; gives its config, its header and its layout. Adapters of one model
-often have the same tensors in the same order, and describing them takes Python as long as the disk
-takes to read them where a model has experts. So the last few descriptions are kept; they are used
-again where config and header are the same, byte for byte.
+often have the same tensors in the same order. With experts, describing them in Python takes as long
+as reading them from disk. The last few descriptions are therefore cached, and reused if config and
+header are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _Key = tuple[bytes, bytes, int]
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """Of one adapter's files."""
+    """The layout of one adapter's files."""
 
     config: AdapterConfig
     header: Header
     layout: AdapterLayout
     spec_pairs: tuple[PairSpec, ...]
-    """What is told of its pairs."""
+    """Descriptions of its pairs."""
     moves: Moves | None
-    """How the file's bytes come into canonical form; None where order is not all that differs."""
+    """How to move the file's bytes into canonical form; None if more than the order differs."""
 
 
 class Layouts:
-    """Of the adapters of one model, for an engine of one dtype. Called on any thread."""
+    """Layouts of one model's adapters, for an engine of one dtype. Called on any thread."""
 
     def __init__(
         self,
@@ -58,17 +58,17 @@ class Layouts:
         vocab_size: int,
         served: Set[str] | None = None,
     ) -> None:
-        """`served`: which of the targets this engine has slots for; None: all."""
+        """`served`: the targets for which this engine has slots; None: all."""
         self._targets, self._max_rank = targets, max_rank
         self._served = targets.keys() if served is None else served
         self.dtype = dtype
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, FileLayout] = OrderedDict()
-        """Guarded by the lock; the last used are last."""
+        """Guarded by the lock; most recently used last."""
 
     def of(self, config_file: AdapterFile, weights_file: AdapterFile) -> FileLayout:
-        """AdapterError says why the files can't be served."""
+        """Raises AdapterError if the files cannot be served."""
         config = read_config(config_file)
         check_invocation_tokens(config.invocation_tokens, self._vocab_size)
         raw = header_bytes(weights_file)
@@ -114,7 +114,7 @@ class Layouts:
 
 
 def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> bool:
-    """Whether the file's tensors are of the canonical form, but for their order."""
+    """Whether the file's tensors have the canonical form, except for their order."""
     return (
         not layout.base_copies
         and {FILE_DTYPES[entry.dtype] for entry in header.tensors} == {dtype}

@@ -1,10 +1,10 @@
-"""Carries out what was decided of adapters: loads on a thread of its own, drops at once.
+"""Executes adapter intents: loads on separate threads, drops at once.
 
-Takes the intents of plans, in their order; gives an answer for each load, in any order. Keeps the
-host copies, by content. Steps go on computing meanwhile: nothing here waits but `wait`.
+Takes the intents of plans, in order; gives a reply for each load, in any order. Keeps the host
+copies, by content. Steps continue meanwhile: only `wait` blocks.
 
-A load takes the host copy if there is one, else it reads the files. What was read must have the
-digest that was asked for.
+A load uses the host copy if there is one, otherwise it reads the files. The content must have the
+requested digest.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ Read = Callable[[str], AdapterWeights]
 
 
 class AdapterLoader:
-    """The way of adapters from storage through host memory into slots."""
+    """Moves adapters from storage through host memory into slots."""
 
     def __init__(self, read: Read, pool: AdapterPool) -> None:
         self.pool = pool
-        """Where adapters are on the device."""
+        """The adapters on the device."""
         self._read = read
         self._generations: dict[AdapterSlot, int] = {}
-        """The owner of each slot. Set by `start` alone."""
+        """The owner of each slot. Set only by `start`."""
         self._changed = threading.Condition()
-        # All below are guarded by it.
+        # Guards everything below.
         self._host: dict[AdapterDigest, AdapterWeights] = {}
         self._answers: list[AdapterLoaded] = []
         self._num_under_way = 0
-        # Two: an adapter that is in host memory need not wait for another's slow files.
+        # Two threads: an adapter in host memory need not wait for another's slow files.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="adapters")
 
     def start(self, intents: Iterable[AdapterIntent]) -> None:
-        """Begin the loads and carry out the drops of one plan; returns at once."""
+        """Start the loads and execute the drops of one plan; returns at once."""
         for intent in intents:
             if isinstance(intent, DropAdapter):
                 self._drop(intent)
@@ -53,28 +53,28 @@ class AdapterLoader:
                 self._begin(intent)
 
     def finished(self) -> tuple[AdapterLoaded, ...]:
-        """The answers that were not taken yet."""
+        """Replies that were not taken yet."""
         with self._changed:
             answers, self._answers = tuple(self._answers), []
         return answers
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is an answer to take, or nothing to wait for, or the time is over."""
+        """Wait until there is a reply, nothing to wait for, or the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._answers or not self._num_under_way, timeout_s)
 
     def keep(self, weights: AdapterWeights) -> None:
-        """A host copy that was just read, to open the adapter; dropped as any other is."""
+        """Keep a host copy that was just read to open the adapter; dropped like any other."""
         with self._changed:
             self._host[weights.digest] = weights
 
     def close(self) -> None:
-        """Wait for the loads under way; those that have not begun never do."""
+        """Wait for running loads; loads that have not started never do."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, load: LoadAdapter) -> None:
         if load.target is not None:
-            # The slot is no longer used: what it holds goes now, so that its memory is there.
+            # The slot is no longer used: free its content now, so that its memory is available.
             self.pool.clear(load.target.slot)
             self._generations[load.target.slot] = load.target.generation
         with self._changed:
@@ -98,13 +98,13 @@ class AdapterLoader:
         except ManyrootsError as refusal:
             error = str(refusal)
         except Exception as fault:
-            # Whatever it was, this adapter can't be served and everyone else can.
+            # Any error here concerns only this adapter; all others can be served.
             logger.exception("adapter at %s could not be loaded", load.path)
             error = f"{type(fault).__name__}: {fault}"
         self._end(AdapterLoaded(load.load_id, error, time.monotonic() - begin_s))
 
     def _end(self, answer: AdapterLoaded) -> None:
-        """A load is over; called on its thread."""
+        """A load has ended; called on its thread."""
         with self._changed:
             self._answers.append(answer)
             self._num_under_way -= 1

@@ -1,16 +1,16 @@
-"""Adapter weights on the device: one pool, a region per slot, and tables that say what lies where.
+"""Adapter weights on the device: one pool, a region per slot, and tables with their offsets.
 
 Takes an adapter's host copy and a slot; gives the kernels a site for every product. A captured
-graph holds the addresses of the pool and of the tables, so both stay where they are for good, and a
-load only changes what they hold. That is safe without waiting: the scheduler gives no slot
-that a launched step uses, and lets no step use it before the load is answered.
+graph holds the addresses of the pool and of the tables. Both therefore never move, and a load only
+changes their content. This is safe without waiting: the scheduler assigns no slot that a launched
+step uses, and lets no step use it before the load is acknowledged.
 
-Without blocks a region is memory for the largest adapter there may be. With blocks (--max-loras
-auto) it is addresses alone, and an adapter has as many blocks there as it needs; how many there are
-is counted where loads are decided.
+Without blocks, a region has memory for the largest possible adapter. With blocks (--max-loras auto)
+it is only address space, and an adapter has as many blocks there as it needs. The code that decides
+loads counts the blocks.
 
-On a CPU regions are laid out for torch's operators (`adapter_transposed.py`), which get each slot's
-weights as views; there a slot takes what its adapter needs, and nothing while it is empty.
+On a CPU, regions have the layout of torch's operators (`adapter_transposed.py`), which receive each
+slot's weights as views. A slot then takes what its adapter needs, and nothing while it is empty.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 S = TypeVar("S", bound=PoolSite)
 _RowsOfTwo = tuple[list[SlotRows], list[SlotRows]]
 Cut = Callable[[str, int, int], tuple[int, int]]
-"""A target, and the sizes of a pair's A and B -> those of a rank's part."""
+"""Maps a target and the sizes of a pair's A and B to those of a rank's part."""
 
 
 class AdapterPool:
@@ -62,12 +62,12 @@ class AdapterPool:
         is_transposed: bool | None = None,
         max_stack_bytes: int | None = None,
     ) -> None:
-        """`parts` are the model's. Room is for `num_slots` adapters of every part and rank, or for
-        as many of them as `num_blocks` hold. `num_at_once`: how many of them a step has at most;
-        None for all.
+        """`parts` are the model's. There is room for `num_slots` adapters of every part and rank,
+        or for as many as `num_blocks` hold. `num_at_once`: the most adapters of a step; None for
+        all.
 
-        `is_transposed`: for torch's operators instead of Triton's kernels; it has a default by
-        device, as the next one does. `max_stack_bytes`: see `Stacks`.
+        `is_transposed`: for torch's operators instead of Triton's kernels. Its default depends on
+        the device, like that of `max_stack_bytes` (see `Stacks`).
         """
         self.num_slots = num_slots
         self.num_at_once = num_slots if num_at_once is None else num_at_once
@@ -78,7 +78,7 @@ class AdapterPool:
         if device.type == "cpu":
             self._region = -(-self._region // PAGE_BYTES) * PAGE_BYTES
         self._first = 0
-        """Where the first slot's region begins, in elements."""
+        """Start of the first slot's region, in elements."""
         self._host: UntouchedMemory | None = None
         self._mapped: MappedDevice | None = None
         self._pool = self._allocate(num_blocks, dtype, device)
@@ -92,7 +92,8 @@ class AdapterPool:
         limit = default_stack_bytes(device) if max_stack_bytes is None else max_stack_bytes
         self.stacks = Stacks(limit)
         self._lock = threading.Lock()
-        # Guarded by it, as the next one: steps read it while loads change it. Of a transposed pool.
+        # Guards this and the next one: steps read them while loads change them. Only in a
+        # transposed pool.
         self._weights: dict[int, SlotWeights] = {}
         self._rows: WeakKeyDictionary[AdapterLayout | AdapterWeights, _RowsOfTwo] = (
             WeakKeyDictionary()
@@ -101,17 +102,17 @@ class AdapterPool:
         Working them out takes Python longer than a GPU takes for the copy, and steps wait for
         however busy Python is."""
         if device.type == "cuda":
-            # Loads have a stream of their own, which knows nothing of the zeros written here.
+            # Loads use a separate stream, which does not wait for the zeros written here.
             torch.cuda.synchronize(device)
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the adapters that are in slots now; of a transposed pool."""
+        """Memory of the adapters in slots; only in a transposed pool."""
         with self._lock:
             return sum(weights.num_bytes for weights in self._weights.values())
 
     def weights(self, slot: int) -> SlotWeights:
-        """What is in a slot, by the sites of this pool; of a transposed pool."""
+        """The content of a slot, by the sites of this pool; only in a transposed pool."""
         with self._lock:
             weights = self._weights.get(slot)
         if weights is None:
@@ -119,7 +120,7 @@ class AdapterPool:
         return weights
 
     def load(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
-        """Put an adapter into a slot; when this returns, steps may use it."""
+        """Put an adapter into a slot; steps may use it when this returns."""
         unknown = sorted(set(weights.pairs) - set(self._parts))
         if unknown:
             raise RuntimeError(f"the adapter changes {unknown[0]}, which this model does not have")
@@ -143,7 +144,7 @@ class AdapterPool:
             self._stream.synchronize()
 
     def clear(self, slot: AdapterSlot) -> None:
-        """What is in a slot is no longer used. Its tables are the next load's to write."""
+        """The content of a slot is no longer used. The next load writes its tables."""
         with self._lock:
             weights = self._weights.pop(slot, None)
         if weights is not None:
@@ -169,7 +170,7 @@ class AdapterPool:
         self._write(slot, [first.moved(further, slot) for first, further in pairs])
 
     def _rows_in(self, slot: int, weights: AdapterWeights) -> list[SlotRows]:
-        """Of an adapter that would lie in a slot as its host copy does."""
+        """Table rows of an adapter that has the same layout in a slot as in its host copy."""
         memory = Region(self._pool, self._first + slot * self._region)
         memory.lies_here(weights.buffer)
         return self._place_all(weights, memory)
@@ -244,7 +245,7 @@ class AdapterPool:
         )
 
     def _elements(self, part: SitePart, dtype: torch.dtype) -> int:
-        """Of both halves of a part at the highest rank."""
+        """Elements of A and B of a part at the highest rank."""
         target = part.target
         count = self._rank * (target.num_experts or 1)
         halves = (count * target.in_features, count * target.out_features)
@@ -254,7 +255,7 @@ class AdapterPool:
 
 
 def pooled_bytes(weights: AdapterWeights, *, is_transposed: bool, cut: Cut | None = None) -> int:
-    """What an adapter takes in the pool. `cut`: what a rank has of each pair."""
+    """Bytes of an adapter in the pool. `cut`: a rank's part of each pair."""
     dtype, total = weights.buffer.dtype, 0
     for name, rank, *halves in _half_sizes(weights):
         for size in halves if cut is None else cut(name, *halves):
@@ -266,7 +267,7 @@ def pooled_bytes(weights: AdapterWeights, *, is_transposed: bool, cut: Cut | Non
 
 
 def _half_sizes(weights: AdapterWeights) -> Iterator[tuple[str, int, int, int]]:
-    """Of each pair, without a look at it where the form says it all."""
+    """Sizes of each pair, without reading it if the form is known."""
     if weights.form is not None:
         for pair in weights.form.pairs:
             yield pair.target, pair.rank, math.prod(pair.a_shape), math.prod(pair.b_shape)
@@ -276,7 +277,7 @@ def _half_sizes(weights: AdapterWeights) -> Iterator[tuple[str, int, int, int]]:
 
 
 def pooled_rank(rank: int) -> int:
-    """What an adapter of this rank takes the memory of, on a GPU."""
+    """The padded rank of an adapter of this rank on a GPU."""
     return rounded(rank)
 
 

@@ -1,8 +1,8 @@
-"""Adapter loading where several ranks share the model: a load is over when all ranks have ended it.
+"""Adapter loading with several ranks: a load ends when all ranks have finished it.
 
-Every rank carries out the same intents from the same files, and keeps its own part of the weights.
-The first rank answers: well if all have the adapter, else with what went wrong, and then no rank
-keeps it in its slot. Host copies go by the intents that follow a failed answer.
+Every rank executes the same intents from the same files, and keeps its own part of the weights. The
+first rank replies: success if all ranks have the adapter, otherwise the error, and then no rank
+keeps it in its slot. Later intents drop the host copies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyroots.store.adapter_weights import AdapterWeights
 
 
 class FollowingLoader(AdapterLoader):
-    """A rank other than the first: tells how each load ended, and answers nothing."""
+    """A rank other than the first: reports how each load ended, and replies nothing."""
 
     def __init__(
         self, read: Read, pool: AdapterPool, tell: Callable[[AdapterLoaded], None]
@@ -27,7 +27,7 @@ class FollowingLoader(AdapterLoader):
         self._tell = tell
 
     def wait(self, timeout_s: float) -> None:
-        """Not here: the first rank waits, and the next plan comes when it has waited enough."""
+        """Does nothing: the first rank waits, and sends the next plan afterwards."""
 
     def _end(self, answer: AdapterLoaded) -> None:
         with self._changed:
@@ -37,7 +37,7 @@ class FollowingLoader(AdapterLoader):
 
 
 class FirstLoader(AdapterLoader):
-    """The first rank: answers for all of them."""
+    """The first rank: replies for all of them."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class FirstLoader(AdapterLoader):
         self._cut = cut
         self._drop_elsewhere = drop_elsewhere
         self._loads: dict[LoadId, LoadAdapter] = {}
-        """Those not answered yet. Guarded, as all that other threads touch."""
+        """Loads without a reply. Guarded, like everything that other threads touch."""
         self._ends: dict[LoadId, dict[int, str | None]] = {}
         """How each rank ended a load, by rank. Guarded, too."""
 
@@ -68,7 +68,8 @@ class FirstLoader(AdapterLoader):
         super().keep(self._cut(weights))
 
     def hear(self, rank: int, answer: AdapterLoaded) -> None:
-        """How a rank ended a load, on any thread; perhaps before this rank has begun it."""
+        """A rank has ended a load; called on any thread, perhaps before this rank has started
+        it."""
         with self._changed:
             ends = self._ends.setdefault(answer.load_id, {})
             ends[rank] = answer.error
@@ -85,7 +86,7 @@ class FirstLoader(AdapterLoader):
             ended = [(answer, self._loads.pop(answer.load_id)) for answer in answers]
         for answer, load in ended:
             if answer.error is not None and load.target is not None:
-                # Before anyone can know of the answer, and so before the slot's next load.
+                # Before the reply is visible, and so before the slot's next load.
                 drop = DropAdapter(load.digest, Tier.DEVICE, load.target)
                 self._drop(drop)
                 self._drop_elsewhere(drop)

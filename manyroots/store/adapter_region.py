@@ -1,8 +1,8 @@
-"""One slot's part of a GPU's pool: an adapter's weights come here, whole or piece by piece.
+"""One slot's region of a GPU's pool, which receives an adapter's weights whole or piece by piece.
 
-Takes a host copy's pairs, site by site; gives rows of the tables that say where they are. A host
-copy of ranks that are multiples of `RANK_STEP`, as files are read, is what the slot should hold
-already, and comes by one copy. Any other is copied half by half, and padded with zeros.
+Takes a host copy's pairs, site by site; gives table rows with their offsets. A host copy whose
+ranks are multiples of `RANK_STEP`, as read from files, already has the slot's layout and is copied
+at once. Any other is copied tensor by tensor and padded with zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rounded(size: int) -> int:
 
 
 def lies_as_in_the_pool(weights: AdapterWeights, linears: Iterable[list[str]]) -> bool:
-    """Whether the host copy, as it lies, is what a slot's memory should hold."""
+    """Whether the host copy already has the layout of a slot."""
     pairs = weights.pairs
     for pair in pairs.values():
         for half in (pair.a, pair.b):
@@ -46,18 +46,19 @@ class Region:
         self._pool = pool
         self._next = start
         self._shift: int | None = None
-        """From a half's place in its host copy to its place in the pool, if they lie alike."""
+        """From an offset in the host copy to the offset in the pool, if both have the same
+        layout."""
 
     def fill(self, buffer: Tensor) -> None:
-        """Take a whole host copy; its pieces are then where they should be."""
+        """Copy a whole host copy; its pieces are then in place."""
         _copy(self._pool[self._next : self._next + buffer.numel()], buffer)
 
     def lies_here(self, buffer: Tensor) -> None:
-        """All that is placed from now on lies here already, as it does in its host copy."""
+        """Everything placed from now on is already here, with the layout of its host copy."""
         self._shift = self._next - int(buffer.storage_offset())
 
     def place(self, site: LinearSite, found: list[LoraPair | None]) -> list[int]:
-        """A site's parts; gives its row of the table (see `LinearSite.table`)."""
+        """Place a site's parts; returns its row of the table (see `LinearSite.table`)."""
         ranks = [0 if pair is None else rounded(pair.rank) for pair in found]
         if not any(ranks):
             return [0] * (2 + 3 * len(found))
@@ -74,7 +75,7 @@ class Region:
         return row
 
     def place_experts(self, site: ExpertSite, found: list[LoraPair | None]) -> list[int]:
-        """The same of experts; gives the site's row of `ExpertSite.table`."""
+        """The same for experts; returns the site's row of `ExpertSite.table`."""
         row = []
         for pair in found:
             if pair is None:
@@ -88,7 +89,7 @@ class Region:
         return row
 
     def place_embedding(self, site: EmbeddingSite, found: list[LoraPair | None]) -> list[int]:
-        """The same of an embedding (see `EmbeddingSite.table`)."""
+        """The same for an embedding (see `EmbeddingSite.table`)."""
         [pair] = found
         if pair is None:
             return [0] * 3
@@ -97,13 +98,13 @@ class Region:
         return [a_offset, rank, self._put((pair.b.shape[0], rank), pair.b)]
 
     def _put(self, shape: tuple[int, ...], tensor: Tensor) -> int:
-        """A tensor in memory of this shape, with zeros where it has nothing; gives its offset."""
+        """Store a tensor in memory of this shape, padded with zeros; returns its offset."""
         if self._shift is not None:
             return int(tensor.storage_offset()) + self._shift
         at, size = self._next, math.prod(shape)
         place = self._pool[at : at + size].view(shape)
         self._next += rounded(size)
-        # From page-locked memory, without waiting for one piece: `load` does for all of them.
+        # From page-locked memory, without waiting for each piece: `load` waits for all of them.
         if place.shape == tensor.shape:
             _copy(place, tensor)
             return at
@@ -115,12 +116,12 @@ class Region:
 
 
 def _step(shape: tuple[int, ...]) -> int:
-    """From one expert's matrix to the next one's; 0 if all share it."""
+    """Distance from one expert's matrix to the next; 0 if all share it."""
     return 0 if shape[0] == 1 else shape[1] * shape[2]
 
 
 def _copy(place: Tensor, source: Tensor) -> None:
-    """From host memory, without waiting where that is page-locked."""
+    """Copy from host memory, without waiting if it is page-locked."""
     if not source.is_contiguous():
         place.copy_(source, non_blocking=True)
         return

@@ -1,6 +1,6 @@
-"""Where adapters attach to a model: its products, and the checkpoint's names for their parts.
+"""Where adapters attach to a model: its products, and the checkpoint's names of their parts.
 
-Made by layers, once; read where weights are put on the device. Holds no tensor.
+Made by layers, once; read when weights are put on the device. Holds no tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from manyroots.lora.targets import OutputPiece, Side, Target, TargetKind
 
 
 class LoraSite:
-    """One product that adapters may change; two sites are never equal.
+    """One product that adapters may change; compared by identity.
 
     The projections of a fused product are its parts, one after the other in the output. A product
     of one projection has one part, named "".
@@ -32,9 +32,9 @@ class LoraSite:
         pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
         side: Side | None = None,
     ) -> None:
-        """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
-        the output with, where an adapter's is multiplied, too (a scaled embedding).
-        `is_interleaved`, `side`, and `pieces` by part: see `Target`."""
+        """`parts`: the output width of each, by name. `factor`: the model's factor of the output,
+        if an adapter's output is multiplied, too (a scaled embedding). `is_interleaved`, `side`,
+        and `pieces` by part: see `Target`."""
         self.kind = kind
         self.factor = factor
         self.in_features = in_features
@@ -62,11 +62,11 @@ class LoraSite:
 
 @dataclass(frozen=True, slots=True)
 class SitePart:
-    """One weight that adapters may change, and where its product is."""
+    """One weight that adapters may change, and its product."""
 
     site: LoraSite
     columns: slice
-    """Of the site's output."""
+    """Columns of the site's output."""
     target: Target
 
 
@@ -75,13 +75,13 @@ SiteParts = Mapping[str, SitePart]
 
 _EVERY = {*EVERY_MODULE, "all-linear"}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""As others name what they compute in one product."""
+"""Names that other engines use for fused products."""
 
 
 def parts_named(parts: SiteParts, modules: Sequence[str]) -> SiteParts:
-    """Those that adapters may change, where an operator names them: each name is the end of a
-    target's. Products are taken whole, and a layer's experts, too, whose products are one kernel's.
-    ConfigError if a name is of no target."""
+    """The parts that an operator allows adapters to change: each name is a suffix of a target's.
+    Products are always taken whole, and so are a layer's experts, which share a kernel. Raises
+    ConfigError if a name matches no target."""
     if not modules or _EVERY & set(modules):
         return parts
     sites: set[LoraSite | str] = set()
@@ -103,7 +103,7 @@ def parts_named(parts: SiteParts, modules: Sequence[str]) -> SiteParts:
 
 
 def _together(name: str, part: SitePart) -> LoraSite | str:
-    """What is served or left out as one."""
+    """The group that is served or left out together."""
     return name.rpartition(".")[0] if part.site.kind is TargetKind.EXPERTS else part.site
 
 

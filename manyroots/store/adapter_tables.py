@@ -1,7 +1,7 @@
-"""The tables of the pool: for every site of one kind, where each slot's weights for it lie.
+"""The tables of the pool: for every site of one kind, the offsets of each slot's weights.
 
-Takes a model's sites and, at a load, what an adapter has for them and what puts it into memory;
-gives kernels a `PoolSite` for each. Which columns a table has is the kind's (see `LinearSite`,
+Takes a model's sites and, at a load, an adapter's pairs and the function that stores them; gives
+kernels a `PoolSite` for each. The kind defines the columns of a table (see `LinearSite`,
 `EmbeddingSite` and `ExpertSite`).
 """
 
@@ -23,19 +23,18 @@ from manyroots.store.adapter_weights import LoraPair
 S = TypeVar("S", bound=PoolSite)
 
 PlaceFunction = Callable[[S, list[LoraPair | None]], list[int]]
-"""Puts what an adapter has for a site's parts into memory; gives the site's row of the table."""
+"""Stores an adapter's pairs for a site's parts; returns the site's row of the table."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRows:
-    """What an adapter's slot has in the tables of one kind: its row of every site, one after the
-    other."""
+    """An adapter's rows in the tables of one kind: one for every site."""
 
     offsets: np.ndarray
     scalings: np.ndarray
 
     def moved(self, further: SlotRows, num_slots: int) -> SlotRows:
-        """The same in a slot that is so many slots away, where `further` is one slot away."""
+        """The same for a slot at a distance of `num_slots`, if `further` is the next slot."""
         return replace(self, offsets=self.offsets + num_slots * (further.offsets - self.offsets))
 
 
@@ -79,7 +78,7 @@ class SiteTables(Generic[S]):
         }
 
     def rows(self, pairs: Mapping[str, LoraPair], place: PlaceFunction[S]) -> SlotRows:
-        """Put an adapter into memory; gives its slot's row of every site."""
+        """Store an adapter; returns its slot's row of every site."""
         rows, scalings = [], []
         for host, site in self.sites.items():
             found = [_scaled(pairs.get(name), host.factor) for name in self.names[host]]
@@ -107,7 +106,7 @@ class SiteTables(Generic[S]):
 
 
 class _Places:
-    """Where the rows of a slot lie in the flat memory of all tables."""
+    """Offsets of a slot's rows in the flat memory of all tables."""
 
     def __init__(self, num_slots: int, widths: list[int]) -> None:
         per_site = np.array(widths, np.int64)

@@ -1,9 +1,9 @@
-"""One slot's part of the pool where torch's operators read it: on a CPU.
+"""One slot's part of the pool for torch's operators, on a CPU.
 
-Takes a host copy's pairs, site by site; gives rows of the tables, as `adapter_region.py` does, and
-the slot's weights as views. Ranks are exact. A B is transposed and has its scaling in it: a CPU's
-products are a third faster so. The A of a product's parts lie together, of each expert if experts
-have their own, so that they are one product.
+Takes a host copy's pairs, site by site; gives table rows, as `adapter_region.py` does, and the
+slot's weights as views. Ranks are exact. B is stored transposed and pre-scaled: a CPU's products
+are a third faster with it. The A of a product's parts are adjacent, per expert if experts have
+their own, so that they are one product.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from manyroots.kernels.lora_ops.weights import LowRank, Part, Site, SlotWeights
 from manyroots.store.adapter_weights import LoraPair
 
 ALIGNMENT_BYTES = 64
-"""Where a tensor may begin: a cache line, and enough for wide loads."""
+"""Alignment of a tensor: a cache line, and enough for wide loads."""
 
 FoundPairs = Sequence[LoraPair | None]
-"""What an adapter has for the parts of one site."""
+"""An adapter's pairs for the parts of one site."""
 
 
 def aligned(size: int, dtype: torch.dtype) -> int:
-    """How many elements a tensor of `size` takes."""
+    """The number of elements that a tensor of `size` takes."""
     step = ALIGNMENT_BYTES // dtype.itemsize
     return -(-size // step) * step
 
@@ -44,9 +44,9 @@ class TransposedRegion:
         self._experts: dict[Site, tuple[LowRank, ...]] = {}
 
     def weights(self) -> SlotWeights:
-        """All that was placed; AdapterError if not all of it is finite."""
+        """All placed weights; raises AdapterError if not all are finite."""
         buffer = self._pool[self._start : self._next]
-        # A masked or padded product with an infinite weight would spoil its neighbours.
+        # In a masked or padded product, an infinite weight would spoil its neighbours.
         if not _is_finite(buffer):
             raise AdapterError(
                 f"the adapter's weights, scaled, are not all finite as {buffer.dtype}; use a "
@@ -63,7 +63,7 @@ class TransposedRegion:
         )
 
     def place(self, site: LinearSite, found: FoundPairs) -> list[int]:
-        """A site's parts; gives its row of the table (see `LinearSite.table`)."""
+        """Place a site's parts; returns its row of the table (see `LinearSite.table`)."""
         pairs = _present(found)
         if not pairs:
             return [0] * (2 + 3 * len(found))
@@ -85,7 +85,7 @@ class TransposedRegion:
         return row
 
     def place_embedding(self, site: EmbeddingSite, found: FoundPairs) -> list[int]:
-        """The same of an embedding (see `EmbeddingSite.table`)."""
+        """The same for an embedding (see `EmbeddingSite.table`)."""
         [pair] = found
         if pair is None:
             return [0] * 3
@@ -96,11 +96,11 @@ class TransposedRegion:
         return [_offset(a), pair.rank, _offset(b)]
 
     def place_experts(self, site: ExpertSite, found: FoundPairs) -> list[int]:
-        """The same of experts (see `ExpertSite.table`)."""
+        """The same for experts (see `ExpertSite.table`)."""
         pairs = _present(found)
         rows = [[0] * PART_WIDTH for _ in found]
         lows = []
-        # Together, but apart what experts share from what each has of its own.
+        # Together, but weights that experts share are separate from each expert's own.
         for count in dict.fromkeys(pair.a.shape[0] for pair in pairs.values()):
             alike = {index: pair for index, pair in pairs.items() if pair.a.shape[0] == count}
             lows.append(self._place_alike(site, alike, rows))
@@ -111,7 +111,7 @@ class TransposedRegion:
     def _place_alike(
         self, site: ExpertSite, pairs: dict[int, LoraPair], rows: list[list[int]]
     ) -> LowRank:
-        """Parts with as many A each; writes their entries into `rows`."""
+        """Parts with equally many A; writes their entries into `rows`."""
         total = sum(pair.rank for pair in pairs.values())
         count, _, width = pairs[min(pairs)].a.shape
         a = self._take((count, total, width))
@@ -127,7 +127,7 @@ class TransposedRegion:
         return LowRank(a, tuple(parts), sum(site.part_sizes))
 
     def _take_b(self, pair: LoraPair) -> Tensor:
-        """A second half [..., out, rank], scaled, as [..., rank, out]."""
+        """A B [..., out, rank], scaled, as [..., rank, out]."""
         transposed = pair.b.transpose(-1, -2)
         return torch.mul(transposed, pair.scaling, out=self._take(tuple(transposed.shape)))
 
@@ -147,21 +147,21 @@ def _is_finite(buffer: Tensor) -> bool:
 
 
 def _present(found: FoundPairs) -> dict[int, LoraPair]:
-    """By their place among the parts."""
+    """By their index among the parts."""
     return {index: pair for index, pair in enumerate(found) if pair is not None}
 
 
 def _columns(part_sizes: tuple[int, ...]) -> list[slice]:
-    """Of a product, one after the other."""
+    """Columns of a product's parts, one after the other."""
     ends = [sum(part_sizes[: index + 1]) for index in range(len(part_sizes))]
     return [slice(end - size, end) for end, size in zip(ends, part_sizes, strict=True)]
 
 
 def _offset(piece: Tensor) -> int:
-    """In the pool, which begins where its memory does."""
+    """Offset in the pool, which starts where its memory does."""
     return int(piece.storage_offset())
 
 
 def _step(stack: Tensor) -> int:
-    """From one expert's matrix to the next one's; 0 if all share it."""
+    """Distance from one expert's matrix to the next; 0 if all share it."""
     return 0 if stack.shape[0] == 1 else stack.stride(0)

@@ -1,7 +1,7 @@
 """An adapter's weights in host memory: one low-rank pair per target, each with its own rank.
 
-Plain tensors by target name, in the engine's dtype, all cut from one flat buffer (pinned where
-there is a GPU), so that bringing an adapter to the device is one copy.
+Plain tensors by target name, in the engine's dtype, all views of one flat buffer (pinned if there
+is a GPU), so that loading an adapter to the device is one copy.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdapterWeights:
-    """Everything an adapter adds to the base model. A host copy is equal to itself alone."""
+    """Everything that an adapter adds to the base model. Host copies are compared by identity."""
 
     digest: AdapterDigest
     pairs: Mapping[str, LoraPair]
     """By target name."""
     buffer: Tensor
-    """Where all pairs lie, flat. As files are read: A of every pair, then B of every pair, in the
-    order of the model's targets, so that the A of neighbours are one matrix."""
+    """Flat memory of all pairs. Read from files, it has A of every pair, then B of every pair, in
+    the order of the model's targets, so that the A of neighbours are one matrix."""
     form: AdapterLayout | None = None
-    """Adapters of the same one have pairs of the same names, ranks and scalings in the same places
-    of their buffers. None for one that was not read from files."""
+    """Adapters with the same form have the same names, ranks, scalings and offsets of pairs. None
+    for an adapter that was not read from files."""
 
     @property
     def num_bytes(self) -> int:
@@ -54,9 +54,8 @@ class AdapterWeights:
 
 
 class CutPairs(Mapping[str, LoraPair]):
-    """The pairs of a buffer that was filled from files. They are cut out of it when a caller asks
-    for one: an adapter that goes to a GPU whole is one of hundreds, and its pairs are never read.
-    """
+    """The pairs of a buffer that was filled from files, as views made on demand: an adapter that is
+    copied whole to a GPU is one of hundreds, and its pairs are never read."""
 
     def __init__(self, layout: AdapterLayout, buffer: Tensor) -> None:
         self._layout = layout

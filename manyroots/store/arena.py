@@ -1,9 +1,8 @@
 """The device's memory of one family of layers: one tensor, cut into units.
 
-Takes a number of units and the shape of what layers remember, keys and values of a page or a state;
-gives views by layer for the kernels to write and read. A unit's bytes for all layers lie together,
-so that moving it, or saving a state, is one contiguous copy. Knows nothing of a unit's owner or
-what it holds.
+Takes a number of units and the shape of a layer's memory, keys and values of a page or a state;
+gives views by layer for the kernels. A unit's bytes for all layers are adjacent, so that moving it,
+or saving a state, is one contiguous copy. Knows nothing of a unit's owner or content.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from manyroots.errors import ConfigError
 
 PART_ALIGNMENT = 16
-"""Every part of a state begins at a multiple of so many bytes: what kernels load at once."""
+"""Every part of a state starts at a multiple of this many bytes: the width of kernel loads."""
 
 
 class UnitArena(Protocol):
@@ -33,19 +32,19 @@ class UnitArena(Protocol):
 
 
 class Arena(UnitArena, Protocol):
-    """Those of the device, which layers read and write."""
+    """The device's units, which layers read and write."""
 
     @property
     def spare_unit(self) -> int | None:
-        """The unit that padding writes to; None where padding writes nowhere."""
+        """The unit that padding writes to; None if padding writes nothing."""
 
     def layer(self, index: int) -> Any:
-        """What the layer of that place in the family reads and writes."""
+        """The memory of the layer with this index in the family."""
 
 
 class PageArena:
-    """Owns `[num_pages, num_layers, *shape]`, where `shape` is what one layer keeps of a page. FP8
-    is kept as bytes, which every copy knows."""
+    """Owns `[num_pages, num_layers, *shape]`, where `shape` is one layer's part of a page. FP8 is
+    stored as bytes, which every copy supports."""
 
     spare_unit: None = None
 
@@ -60,8 +59,8 @@ class PageArena:
     ) -> None:
         shape = (num_pages, num_layers, *shape)
         try:
-            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
-            # happened to lie in fresh memory would still poison the sum.
+            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN in
+            # fresh memory would still spoil the sum.
             self.data = _zeros(shape, torch.uint8 if dtype.itemsize == 1 else dtype, device)
         except (RuntimeError, MemoryError) as error:
             gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
@@ -86,13 +85,13 @@ class PartShape:
 
     @property
     def num_bytes(self) -> int:
-        """With what fills it up to where the next one may begin."""
+        """Bytes including the padding before the next part."""
         size = math.prod(self.shape) * self.dtype.itemsize
         return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
 
 
 def state_bytes(parts: Sequence[PartShape], num_layers: int) -> int:
-    """What one unit takes."""
+    """Bytes of one unit."""
     return num_layers * sum(part.num_bytes for part in parts)
 
 
@@ -117,7 +116,7 @@ class StateArena:
         ]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Of one layer, a view `[num_units + 1, *shape]` for each part."""
+        """For one layer, a view `[num_units + 1, *shape]` of each part."""
         return self._layers[index]
 
     def _views(self, parts: Sequence[PartShape], begin: int) -> Iterator[Tensor]:
@@ -135,5 +134,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # touched: a large arena costs nothing until it is used. torch would write every byte.
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise MemoryError  # said now, not when the last page is touched
+        raise MemoryError  # raised now, not when the last page is touched
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -1,10 +1,9 @@
 """Many copies between a GPU and page-locked memory, handed to the driver in one call.
 
-Takes two arenas' tensors, which units of one become which of the other, and the part of each unit
-that is meant; queues the copies on the current stream. One call for all of them: a call for each
-would be several microseconds of Python, which is longer than a small unit's copy takes, and would
-take turns with the thread that launches steps. Drivers before CUDA 12.8 have no such call and get
-one for each.
+Takes two arenas' tensors, the source and target units, and the part of each unit to copy; queues
+the copies on the current stream. One call queues all of them. A call for each would take several
+microseconds of Python, longer than a small unit's copy, and would compete with the thread that
+launches steps. Drivers before CUDA 12.8 lack this call and get one per copy.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
 CopyRun = tuple[int, int, int]
-"""First source, first target, how many in a row."""
+"""First source, first target, number of consecutive units."""
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTATION = 1
 WHOLE_UNIT = slice(None)
 
 
 class _Attributes(ctypes.Structure):
-    """The driver's `CUmemcpyAttributes`; the hints where memory is are left empty."""
+    """The driver's `CUmemcpyAttributes`; the location hints are left empty."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -55,7 +54,7 @@ class Pieces:
 
 
 def runs(sources: Int32s, targets: Int32s) -> Iterator[CopyRun]:
-    """Units that lie in a row at both ends are one copy."""
+    """Units that are consecutive at both ends are one copy."""
     firsts, counts = _runs(sources, targets)
     for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):
         yield int(sources[first]), int(targets[first]), count
@@ -64,7 +63,7 @@ def runs(sources: Int32s, targets: Int32s) -> Iterator[CopyRun]:
 def pieces(
     source: Tensor, target: Tensor, sources: Int32s, targets: Int32s, part: slice = WHOLE_UNIT
 ) -> Pieces:
-    """What is to be copied. `part`: the bytes of each unit that are meant."""
+    """The copies. `part`: the bytes of each unit to copy."""
     unit_bytes = source[0].numel() * source.itemsize
     begin, end, _ = part.indices(unit_bytes)
     firsts, counts = np.arange(len(sources)), np.ones(len(sources), np.int64)
@@ -106,7 +105,7 @@ def _copy_one_by_one(
 
 
 def _runs(sources: Int32s, targets: Int32s) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where each run begins, and how long it is."""
+    """The start of each run, and its length."""
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} units are to become {len(targets)}")
     if len(sources) == 0:
@@ -122,7 +121,7 @@ BatchCall = Callable[[Pieces, int], int]
 
 @cache
 def _batch_call() -> BatchCall | None:
-    """The driver's call; None where it has none."""
+    """The driver's call; None if it has none."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -135,7 +134,7 @@ def _batch_call() -> BatchCall | None:
 
 
 def _caller(function: Any, *, tells_where: bool) -> BatchCall:
-    """`tells_where`: it has a place for the number of the copy that failed."""
+    """`tells_where`: it has a parameter for the index of the failed copy."""
     attributes = _Attributes(_IN_STREAM_ORDER, flags=_BESIDE_COMPUTATION)
     begins_at = ctypes.c_size_t(0)
     function.restype = ctypes.c_int

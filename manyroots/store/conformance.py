@@ -25,18 +25,18 @@ from manyroots.store.backends.registry import open_backend
 
 KEY_BYTES = 32
 SIZE = 5000
-"""Of most values: no multiple of a block."""
+"""Size of most values; not a multiple of a block."""
 NUM_READERS = 4
 NUM_ROUNDS = 20
 SPARE_S = 2.0
-"""So much later than its timeout a call may still end."""
+"""A call may end this much later than its timeout."""
 
 OpenBackend = Callable[[], Backend]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check found."""
+    """The result of one check."""
 
     check: str
     fault: str | None
@@ -57,7 +57,7 @@ class _Bench:
         return self._opened[-1]
 
     def keys(self, count: int) -> list[bytes]:
-        """Which no value has."""
+        """Keys without a value."""
         fresh = [os.urandom(KEY_BYTES) for _ in range(count)]
         self._keys += fresh
         return fresh
@@ -185,7 +185,7 @@ def another_handle_finds_the_values(bench: _Bench) -> None:
 
 
 def readers_never_see_half_a_value(bench: _Bench) -> None:
-    """Threads read while one replaces the value again and again."""
+    """Threads read while one replaces the value repeatedly."""
     (key,) = bench.keys(1)
     versions = [bytes([number]) * (SIZE * 20) for number in (1, 2)]
     bench.backend.put([(key, versions[0])])

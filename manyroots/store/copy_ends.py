@@ -21,7 +21,7 @@ class CopyEnds(Protocol):
     """Where a rank reports the ends of its copies. All methods may be called on any thread."""
 
     def expect(self, count: int) -> None:
-        """So many more copies are under way on this rank."""
+        """This many more copies are in progress on this rank."""
         ...
 
     def report(self, done: CopyDone) -> None:
@@ -33,17 +33,17 @@ class CopyEnds(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is an end to take, or nothing is under way, or the time is over."""
+        """Wait until there is an end, nothing is in progress, or the timeout."""
         ...
 
 
 class CollectedEnds:
-    """The first rank's, which has the ends of all ranks."""
+    """On the first rank, which has the ends of all ranks."""
 
     def __init__(self, num_ranks: int = 1) -> None:
         self._num_ranks = num_ranks
         self._changed = threading.Condition()
-        # Guarded by it:
+        # Guards everything below.
         self._by_rank: dict[CopyId, dict[int, CopyDone]] = {}
         self._ended: list[CopyDone] = []
         self._num_under_way = 0
@@ -56,7 +56,7 @@ class CollectedEnds:
         self.hear(0, done)
 
     def hear(self, rank: int, done: CopyDone) -> None:
-        """A rank has ended a copy, perhaps before this rank has begun it."""
+        """A rank has ended a copy, perhaps before this rank has started it."""
         with self._changed:
             ends = self._by_rank.setdefault(done.copy_id, {})
             ends[rank] = done
@@ -78,7 +78,7 @@ class CollectedEnds:
 
 
 class ForwardedEnds:
-    """Another rank's: all of them go to the first rank, which alone waits for ends."""
+    """On another rank: all ends go to the first rank, the only one that waits for them."""
 
     def __init__(self, tell: Callable[[CopyDone], None]) -> None:
         self._tell = tell

@@ -1,8 +1,8 @@
 """Copies within the device: states that a step saves or restores.
 
 Takes a plan's copies and the arenas, by family; changes the arenas. Part of the step: before the
-model computes or, for what it has just computed, after it. An arena is page-major, so that units
-are rows of one matrix and a copy is one gather and one scatter.
+model computes or, for its results, after it. An arena is page-major, so units are rows of one
+matrix, and a copy is one gather and one scatter.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def is_within_device(copy: Copy) -> bool:
 def copy_within_device(
     copies: Iterable[Copy], arenas: Sequence[UnitArena], *, after_model: bool
 ) -> None:
-    """Those of a plan that belong before the model, or after it; in their order."""
+    """A plan's copies before the model, or after it, in order."""
     for copy in copies:
         if is_within_device(copy) and copy.is_after_model == after_model:
             copy_units(arenas[copy.family], copy.source_units, copy.target_units)
 
 
 def copy_units(arena: UnitArena, source_units: Int32s, target_units: Int32s) -> None:
-    """Unit by unit, all at once: what is read is what was there before."""
+    """All units at once: reads happen before writes."""
     if len(source_units) != len(target_units):
         raise ValueError(f"{len(source_units)} units are to become {len(target_units)}")
     data = arena.data

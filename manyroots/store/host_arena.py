@@ -1,7 +1,7 @@
-"""Units in host memory: as many as are asked for, each laid out as one of the device's.
+"""Units in host memory, each with the layout of the device's.
 
-Takes the device's arena of one family; gives the same rows on the host, page-locked where the
-device is a GPU, so that it copies at full speed and by itself. A unit is one row of `data`.
+Takes the device's arena of one family; gives the same rows on the host. They are page-locked if the
+device is a GPU, so that copies are fast and asynchronous. A unit is one row of `data`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyroots.errors import ConfigError
 from manyroots.store.host_memory import lock_pages
 
 UnitRows = npt.NDArray[np.uint8]
-"""[num_units, bytes of one unit]; code that moves them does not know what they mean."""
+"""[num_units, bytes of one unit]; the code that moves them does not interpret them."""
 
 
 class HostArena:
@@ -38,7 +38,7 @@ class HostArena:
 
 
 def rows_of(data: Tensor) -> UnitRows:
-    """An arena of the CPU, or of the host, as rows of bytes; the same memory."""
+    """An arena on the CPU or the host as rows of bytes, in the same memory."""
     rows: UnitRows = data.reshape(len(data), -1).view(torch.uint8).numpy()
     return rows
 
@@ -46,8 +46,8 @@ def rows_of(data: Tensor) -> UnitRows:
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, is_locked: bool) -> Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise MemoryError  # said now, not when the last unit is touched
-    # As the system hands it out: memory that is never used costs nothing.
+        raise MemoryError  # raised now, not when the last unit is touched
+    # Memory is allocated on first use, so unused memory costs nothing.
     memory = np.zeros(num_bytes, np.uint8)
     if is_locked:
         lock_pages(memory)

@@ -1,11 +1,12 @@
 """Copies between the device and the host, beside the steps.
 
-Takes copies as plans ask for them; reports each one's end and how long it took. On a GPU each
-direction has a stream of its own, after whatever was launched before the copy was requested, since
-a unit may still be written by the step that runs. On a CPU steps are done when they are launched,
-and a thread for each direction copies.
+Takes the copies of plans; reports each one's end and duration. On a GPU each direction has its own
+stream. A copy waits for everything that was launched before it was requested, since the running
+step may still write a unit. On a CPU, launched steps are already done, and a thread for each
+direction copies.
 
-Several copies that a step reads while they arrive go together, group by group of the layers.
+Several copies that a step reads while they arrive are copied together, one group of layers after
+the other.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ ReportCopy = Callable[[CopyDone], None]
 
 @dataclass(frozen=True, slots=True)
 class HostErrand:
-    """Copies of one direction that begin and end together."""
+    """Copies of one direction that start and end together."""
 
     copies: tuple[Copy, ...]
     fence: torch.cuda.Event | None
-    """What must have happened on the device before."""
+    """An event on the device that must come first."""
     arrivals: LayerArrivals | None
-    """What is told of groups of layers; None: units are copied whole."""
+    """Receives arrived groups of layers; None: units are copied whole."""
 
 
 class HostLink:
@@ -64,14 +65,14 @@ class HostLink:
             Tier.HOST: JobThreads[HostErrand]("to-host", work, takes_all=True),
             Tier.DEVICE: JobThreads[HostErrand]("from-host", work, takes_all=True),
         }
-        """By target. Two, so that a request's pages need not wait for others' way to the host."""
+        """By target. Two, so that a request's pages need not wait for copies to the host."""
 
     def start(self, copy: Copy) -> None:
         """Queue a copy; called by the thread that launches steps."""
         self._lines[copy.target].put(HostErrand((copy,), self._fence(), None))
 
     def start_overlapped(self, copies: Sequence[Copy]) -> LayerArrivals:
-        """Queue copies from the host that the next step reads; gives what it waits for."""
+        """Queue copies from the host that the next step reads; returns what it waits for."""
         if self._groups is None:
             raise RuntimeError("a step is to read what is on its way, and layers are not known")
         arrivals = LayerArrivals(self._groups)
@@ -107,7 +108,7 @@ class HostLink:
             self._end(errand, time.perf_counter() - begin)
 
     def _copy_on_streams(self, errands: list[HostErrand]) -> None:
-        """All that wait are launched before the first is waited for."""
+        """All waiting copies are launched before the first is awaited."""
         launched: list[tuple[HostErrand, torch.cuda.Event, torch.cuda.Event]] = []
         for errand in errands:
             try:
@@ -124,7 +125,7 @@ class HostLink:
             self._end(errand, float(seconds))
 
     def _launch(self, errand: HostErrand) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Queue an errand's copies; the events before and after them."""
+        """Queue an errand's copies; returns the events before and after them."""
         stream = self._streams[errand.copies[0].target]
         with torch.cuda.stream(stream):
             if errand.fence is not None:
@@ -143,7 +144,7 @@ class HostLink:
         return begin, end
 
     def _parts(self, errand: HostErrand) -> Iterator[list[tuple[Copy, slice]]]:
-        """What is copied before the next group of layers is told of: which bytes of the units."""
+        """The bytes of the units that are copied before each group of layers is reported."""
         if errand.arrivals is None or self._groups is None:
             yield [(copy, WHOLE_UNIT) for copy in errand.copies]
             return
@@ -163,7 +164,7 @@ class HostLink:
         return data[0].numel() * data.itemsize
 
     def _end(self, errand: HostErrand, seconds: float) -> None:
-        """All of it is there. Each copy took its share by bytes."""
+        """Everything has arrived. Each copy's time is its share by bytes."""
         sizes = [len(copy.target_units) * self._unit_bytes(copy) for copy in errand.copies]
         for copy, size in zip(errand.copies, sizes, strict=True):
             share = size / sum(sizes) if sum(sizes) else 0.0
@@ -178,14 +179,14 @@ class HostLink:
 
 
 def _timed_event() -> torch.cuda.Event:
-    """A thread that waits for it sleeps: a core that spins is one less for the steps."""
+    """A thread that waits for it sleeps: a spinning core would be lost for the steps."""
     event: torch.cuda.Event
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
     return event
 
 
 def failed(copy: Copy, error: object) -> CopyDone:
-    """Nothing of a copy can be relied on."""
+    """Nothing of a copy can be used."""
     count = len(copy.hashes) or len(copy.target_units)
     reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     return CopyDone(copy.copy_id, np.zeros(count, np.bool_), error=reason)

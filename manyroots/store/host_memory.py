@@ -1,12 +1,12 @@
 """Host memory for adapters: plain, or page-locked so that a GPU copies from it at full speed.
 
-Making and locking pages takes longer than reading an adapter into them, and the driver launches
-nothing while it locks. So it is done a little at a time, and no caller that asks for memory waits
-for it: `PinnedMemory` has pieces ready and makes the next ones in quiet times. Where none is left
-it gives pages that are not locked, which the code that filled them locks: that is quick by then,
-and a GPU copies several times as fast afterwards. What was locked once stays so, and is used again.
+Allocating and locking pages takes longer than reading an adapter into them, and the driver launches
+nothing while it locks. Pages are therefore locked in small steps, and no caller waits for it.
+`PinnedMemory` has pieces ready and makes the next ones in quiet times. If none is left, it gives
+unlocked pages, which the code that filled them locks. That is fast by then, and a GPU copies
+several times as fast afterwards. Locked memory stays locked and is reused.
 
-What was not locked at once can't be copied at once: see `within_borders`.
+Memory that was not locked in one step cannot be copied in one step: see `within_borders`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ Allocate = Callable[[int], Tensor]
 """A number of bytes -> that many, as uint8."""
 
 QUIET_S = 1.0
-"""How long no memory must have been requested before more is made."""
+"""Memory is made ahead of time only after no request for this long."""
 _AHEAD_BYTES = 2 << 30
 _MAX_AHEAD = 32
-"""So much is ready for adapters that come at once, in at most so many pieces ..."""
+"""This much is ready for adapters that arrive at once, in at most this many pieces ..."""
 _LEAST_AHEAD = 4
 _SHARE_OF_MACHINE = 16
-"""... but for so many of the largest adapters, where that is a small part of the machine's."""
+"""... or for this many of the largest adapters, if that is a small part of the machine's memory."""
 _MAX_SHARES = 8
-"""Less than a piece divided by this is not cut from one: it would hold all the rest."""
+"""A piece is not cut into parts smaller than its size divided by this: a small part would hold all
+the rest."""
 _ALIGNMENT_BYTES = 4096
 LOCK_BYTES, PAUSE_S = 32 << 20, 0.01
-"""Locked at once, at addresses that are multiples of it, and the time to the next. A step that
-meets it takes 2 ms longer; 1.7 GB at once held all steps up for 80 ms, and torch's memory of that
-size for 1 s (H200)."""
+"""Bytes locked at once, at addresses that are multiples of it, and the pause before the next. A
+concurrent step takes 2 ms longer. Locking 1.7 GB at once delayed all steps by 80 ms, and torch's
+memory of that size by 1 s (H200)."""
 SHORT_PAUSE_S = 0.0005
-"""The same where a request waits for the memory."""
+"""The same while a request waits for the memory."""
 
 
 def pageable(num_bytes: int) -> Tensor:
@@ -58,9 +59,9 @@ def pageable(num_bytes: int) -> Tensor:
 
 
 def locked(num_bytes: int, device: torch.device) -> Bytes:
-    """Page-locked memory. Its pages are there before the driver is asked to lock them, which is
-    then quick, and pauses let steps be launched meanwhile. `device`: the one that the process has,
-    so that no other is woken; a new thread knows of none."""
+    """Page-locked memory. Its pages are allocated before they are locked, which makes locking fast,
+    and pauses let steps be launched meanwhile. `device`: the process's device, so that no other is
+    initialised; a new thread knows of none."""
     memory = mapped(num_bytes)
     for at in range(0, num_bytes, LOCK_BYTES):
         memory[at : at + LOCK_BYTES : mmap.PAGESIZE] = 0
@@ -69,8 +70,8 @@ def locked(num_bytes: int, device: torch.device) -> Bytes:
 
 
 def mapped(num_bytes: int) -> Bytes:
-    """Memory none of whose pages is there yet, nor locked, from a border on; in large pages, of
-    which threads that fill it make few."""
+    """Memory without allocated or locked pages, aligned to a border; in large pages, so that
+    threads that fill it allocate few."""
     size = num_bytes + LOCK_BYTES
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without them
@@ -81,14 +82,14 @@ def mapped(num_bytes: int) -> Bytes:
 
 
 def lock_filled(memory: Bytes, device: torch.device, *, pause_s: float = SHORT_PAUSE_S) -> None:
-    """Lock `mapped` memory whose pages are there by now."""
+    """Lock `mapped` memory whose pages are allocated by now."""
     with torch.cuda.device(device):
         lock_pages(memory, LOCK_BYTES, pause_s=pause_s)
 
 
 def lock_pages(memory: Bytes, step: int | None = None, *, pause_s: float = 0.0) -> None:
-    """So that a GPU copies from and to it by itself; `step` bytes at a time, or all at once. Not
-    torch's own page-locked memory, which takes the next power of two and never gives it back."""
+    """Lock memory so that a GPU copies from and to it directly; `step` bytes at a time, or all at
+    once. Not torch's page-locked memory, which takes the next power of two and never frees it."""
     address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
     step = step or memory.nbytes
     for at in range(0, memory.nbytes, step):
@@ -98,14 +99,14 @@ def lock_pages(memory: Bytes, step: int | None = None, *, pause_s: float = 0.0) 
                 "host memory can't be page-locked (CUDA error %d), copies will be slower", code
             )
             return
-        # Before the memory goes: its addresses may come again.
+        # Before the memory is freed: its addresses may be reused.
         weakref.finalize(memory, runtime.cudaHostUnregister, address + at).atexit = False
         if pause_s:
             time.sleep(pause_s)
 
 
 def within_borders(flat: Tensor) -> Sequence[Tensor]:
-    """Cut where `locked` began to lock anew. A copy across is refused by the driver."""
+    """Split at the borders between locking steps: the driver refuses a copy across one."""
     begin, size = flat.data_ptr() % LOCK_BYTES, flat.element_size()
     end = begin + len(flat) * size
     borders = [begin, *range(LOCK_BYTES, end, LOCK_BYTES), end]
@@ -119,9 +120,9 @@ class _Piece:
     memory: Bytes
     is_locked: bool = True
     num_used: int = 0
-    """Bytes from the first one on."""
+    """Bytes in use, from the first one on."""
     num_cuts: int = 0
-    """What was cut from it and is still alive."""
+    """Live parts of it."""
 
     def cut(self, num_bytes: int) -> Bytes | None:
         """None if it has no more room."""
@@ -136,7 +137,7 @@ class _Piece:
 class PinnedMemory:
     """Page-locked memory, cut from pieces of `size` bytes that are made ahead of time.
 
-    What was cut from one piece is free when all of it is.
+    A piece is free again when all of its parts are.
     """
 
     def __init__(
@@ -148,21 +149,22 @@ class PinnedMemory:
         quiet_s: float = QUIET_S,
         num_ahead: int | None = None,
     ) -> None:
-        """`size` is the most that a caller should ask for; `make` gives locked memory, and `lock`
-        locks memory that was filled; None: what was not ready stays as it is. `num_ahead`: pieces
-        that are to be ready; None for as many as `pieces_ahead` says."""
+        """`size` is the most that a caller should request. `make` gives locked memory, and `lock`
+        locks filled memory; None: memory that was not ready stays unlocked. `num_ahead`: pieces to
+        keep ready; None for the number of `pieces_ahead`."""
         self._size = size
         self._make = make
         self._lock = lock
         self._quiet_s = quiet_s
         self._num_ahead = pieces_ahead(size) if num_ahead is None else num_ahead
         self._freed: deque[_Piece] = deque()
-        """Of which a cut has died, one entry for each; filled when the last is released."""
+        """Pieces with a freed part, one entry for each; filled when the last reference is
+        released."""
         self._changed = threading.Condition()
-        # All below are guarded by it.
+        # Guards everything below.
         self._spares: list[_Piece] = []
         self._begun: _Piece | None = None
-        """What cuts are taken from."""
+        """The piece that parts are cut from."""
         self._unlocked: dict[int, _Piece] = {}
         """By address: pieces that are being filled."""
         self._quiet_from = time.monotonic()
@@ -170,8 +172,8 @@ class PinnedMemory:
         threading.Thread(target=self._keep_ready, name="pin", daemon=True).start()
 
     def __call__(self, num_bytes: int) -> Tensor:
-        """Memory for `lock`, or plain memory, if none is ready; plain memory if it is too much or
-        too little for a piece."""
+        """Memory to `lock` later, or plain memory, if none is ready; plain memory if the size is
+        too large or too small for a piece."""
         with self._changed:
             self._quiet_from = time.monotonic() + self._quiet_s
             self._take_back()
@@ -186,8 +188,8 @@ class PinnedMemory:
         return torch.from_numpy(memory)
 
     def lock(self, filled: Tensor) -> None:
-        """Of memory that was given here and is full now: locked, if it was not before. Called by
-        the code that filled it, while others may do the same."""
+        """Lock memory from here that is full now, unless it is locked. Called by the code that
+        filled it, concurrently."""
         with self._changed:
             piece = self._unlocked.pop(filled.data_ptr(), None)
         if piece is not None and self._lock is not None:
@@ -195,7 +197,7 @@ class PinnedMemory:
             piece.is_locked = True
 
     def close(self) -> None:
-        """Make no more, and let go of what is ready."""
+        """Make no more, and release what is ready."""
         with self._changed:
             self._is_open = False
             self._spares.clear()
@@ -213,7 +215,7 @@ class PinnedMemory:
         return None
 
     def _cut_unlocked(self, num_bytes: int) -> tuple[_Piece, Bytes] | None:
-        """A piece of its own, which is locked when it is full."""
+        """A separate piece, which is locked when it is full."""
         if self._lock is None or not self._is_open:
             return None
         piece = _Piece(mapped(num_bytes), is_locked=False)
@@ -223,8 +225,8 @@ class PinnedMemory:
         return piece, memory
 
     def _take_back(self) -> None:
-        """Pieces nothing of which is in use any more are as good as new; those that were not
-        locked, or that are too small for others, go."""
+        """Reuse pieces without live parts; free those that were not locked, or are too small for
+        others."""
         while self._freed:
             piece = self._freed.popleft()
             piece.num_cuts -= 1
@@ -237,7 +239,7 @@ class PinnedMemory:
                 self._spares.append(piece)
 
     def _keep_ready(self) -> None:
-        """On a thread of its own."""
+        """Runs on a separate thread."""
         while self._wait_for_need():
             try:
                 piece = _Piece(self._make(self._size))
@@ -252,7 +254,7 @@ class PinnedMemory:
                 self._changed.notify_all()
 
     def _wait_for_need(self) -> bool:
-        """Sleep until it is time to make a piece; False if there will be no need any more."""
+        """Sleep until a piece is needed; False if none will be."""
         with self._changed:
             while self._is_open:
                 self._take_back()
@@ -267,7 +269,7 @@ class PinnedMemory:
 
 
 def pieces_ahead(size: int) -> int:
-    """How many pieces of so many bytes are to be ready."""
+    """The number of pieces of this size to keep ready."""
     size = max(size, 1)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     many = min(_MAX_AHEAD, _AHEAD_BYTES // size)

@@ -1,7 +1,7 @@
-"""Threads that do one job after the other, for things that may take long or hang.
+"""Threads that run jobs one after the other, for jobs that may take long or hang.
 
-Unlike a pool of the standard library it does not keep the process from ending: a disk or a server
-that never answers must not, either.
+Unlike a pool of the standard library, it does not keep the process from exiting, even if a disk or
+a server never answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Job = TypeVar("Job")
 
 
 class JobThreads(Generic[Job]):
-    """Jobs in their order, as many threads as asked for."""
+    """Jobs in order, with the requested number of threads."""
 
     def __init__(self, name: str, work: Callable[[list[Job]], None], *, num_threads: int = 1,
                  takes_all: bool = False) -> None:  # fmt: skip
@@ -33,7 +33,7 @@ class JobThreads(Generic[Job]):
         self._jobs.put(job)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Do what is queued, and no more; wait for it so long at most."""
+        """Finish queued jobs and accept no more; wait at most this long."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

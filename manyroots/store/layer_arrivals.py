@@ -1,8 +1,8 @@
-"""A load that the step it comes with reads layer by layer, as it arrives (T10).
+"""A load whose step reads it layer by layer while it arrives (T10).
 
-Layers come in groups: one group's part of every unit is copied, then the next one's, and before a
-layer computes, its group must be there. On a GPU only the step's stream waits; on a CPU
-the thread that computes does. Few groups, because a smaller part is a slower copy.
+Layers form groups. One group's part of every unit is copied, then the next one's. Before a layer
+computes, its group must have arrived. On a GPU only the step's stream waits; on a CPU the computing
+thread does. There are few groups, because smaller parts copy more slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LayerGroups:
     """A model's layers, cut into runs."""
 
     layers: tuple[tuple[int, ...], ...]
-    """By family of pages: its layers' places in the model, ascending."""
+    """By family of pages: indexes of its layers in the model, ascending."""
 
     @property
     def num_layers(self) -> int:
@@ -34,7 +34,7 @@ class LayerGroups:
         return layer * self.num_groups // self.num_layers
 
     def part(self, family: int, group: int, unit_bytes: int) -> slice:
-        """Where a unit of a family has what a group's layers remember; empty if that is nothing."""
+        """The range of a unit of a family with the memory of a group's layers; may be empty."""
         layers = self.layers[family]
         members = [at for at, layer in enumerate(layers) if self.group_of(layer) == group]
         if not members:
@@ -44,7 +44,7 @@ class LayerGroups:
 
 
 class LayerArrivals:
-    """What one step waits for. One thread tells of groups, in order; another asks for layers."""
+    """What one step waits for. One thread reports groups, in order; another asks for layers."""
 
     def __init__(self, groups: LayerGroups) -> None:
         self._groups = groups
@@ -52,22 +52,22 @@ class LayerArrivals:
         self._events: list[torch.cuda.Event | None] = [None] * groups.num_groups
         self._error: str | None = None
         self._num_there = 0
-        """Groups that need not be asked for again."""
+        """Groups that have arrived."""
 
     def tell(self, group: int, event: torch.cuda.Event | None) -> None:
-        """A group is there; with an event, when that has happened on the device."""
+        """A group has arrived; with an event, once that has happened on the device."""
         self._events[group] = event
         self._is_told[group].set()
 
     def fail(self, error: str) -> None:
-        """The rest does not come."""
+        """The remaining groups will not arrive."""
         self._error = error
         for is_told in self._is_told:
             is_told.set()
 
     def before_layer(self, layer: int) -> None:
-        """Let nothing that is launched from now on begin before a layer's part is there. Raises
-        RuntimeError if it does not come."""
+        """Delay everything launched from now on until a layer's part has arrived. Raises
+        RuntimeError if it will not arrive."""
         group = self._groups.group_of(layer)
         while self._num_there <= group:
             self._is_told[self._num_there].wait()

@@ -1,15 +1,15 @@
-"""Memory of a GPU by address: much of it is reserved, and blocks are put where they are needed.
+"""GPU memory by address: reserves a large address range and maps blocks where they are needed.
 
-Takes the size of a region, how many regions there are, and how many blocks they share; gives a flat
-tensor over all regions. Only blocks are memory: a region that has none takes nothing, and one with
-some begins with them. Blocks are any of those that are free, so that no space between them is lost.
+Takes the size of a region, the number of regions, and the number of blocks that they share; gives a
+flat tensor over all regions. Only blocks are memory: a region without blocks takes nothing, and a
+region's blocks are at its start. Any free block can be used, so there is no fragmentation.
 
-A region keeps its blocks until others need them: one adapter after another of the same size maps
-nothing. The caller that takes or gives back ensures that no kernel uses the region.
+A region keeps its blocks until others need them, so adapters of the same size in turn map nothing.
+The caller that takes or gives back ensures that no kernel uses the region.
 
-Each region's blocks are followed by one that all share, so that a load which a kernel masks may
-still name an address there. The first address has that block, too: Triton asks the driver about it
-at every launch.
+Each region's blocks are followed by one shared block, so that a masked load may still name an
+address there. The first address also has that block: Triton asks the driver about it at every
+launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 2 << 20
-"""What GPUs map at a time."""
+"""The unit in which GPUs map memory."""
 
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3
 _DEVICE_POINTER = 3
@@ -62,7 +62,7 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def can_map(device: torch.device) -> bool:
-    """Whether memory of this device can be mapped so; tried once."""
+    """Whether this device's memory can be mapped this way; tested once."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     try:
@@ -81,22 +81,22 @@ def can_map(device: torch.device) -> bool:
 
 
 class MappedDevice:
-    """Regions of addresses, and blocks of memory for some of them."""
+    """Address regions, and blocks of memory for some of them."""
 
     def __init__(
         self, num_regions: int, region_bytes: int, num_blocks: int, device: torch.device
     ) -> None:
-        """MemoryError if the device has not so many blocks."""
-        torch.zeros(1, device=device)  # makes the context that the driver works in
+        """Raises MemoryError if the device has too few free blocks."""
+        torch.zeros(1, device=device)  # creates the context that the driver needs
         index = torch.cuda.current_device() if device.index is None else device.index
         self._location = _Location(_ON_DEVICE, index)
-        self._per_region = -(-region_bytes // BLOCK_BYTES) + 1  # and the one that all share
+        self._per_region = -(-region_bytes // BLOCK_BYTES) + 1  # plus the shared one
         self.region_bytes = self._per_region * BLOCK_BYTES
         self._lock = threading.Lock()
         self._mapped: dict[int, list[ctypes.c_uint64]] = {}
-        """By region: its blocks, from its beginning on."""
+        """By region: its blocks, from its start on."""
         self._unused: dict[int, None] = {}
-        """Regions whose blocks may go to others; longest unused first."""
+        """Regions whose blocks others may take; longest unused first."""
         self._handles: list[ctypes.c_uint64] = []
         base = ctypes.c_uint64()
         size = BLOCK_BYTES + num_regions * self.region_bytes
@@ -116,11 +116,11 @@ class MappedDevice:
         _check("cuPointerGetAttribute", _ask_about(self._base))
 
     def start(self, region: int) -> int:
-        """Where a region begins, in bytes from the first address on."""
+        """The start of a region, in bytes from the first address on."""
         return BLOCK_BYTES + region * self.region_bytes
 
     def take(self, region: int, num_bytes: int) -> None:
-        """Give a region so much memory, from its beginning on."""
+        """Give a region this much memory, from its start on."""
         count = -(-num_bytes // BLOCK_BYTES)
         with self._lock:
             self._unused.pop(region, None)
@@ -144,7 +144,7 @@ class MappedDevice:
             return sum(len(b) for r, b in self._mapped.items() if r not in self._unused)
 
     def close(self) -> None:
-        """Give all memory and addresses back to the driver; `data` is not to be touched again."""
+        """Return all memory and addresses to the driver; `data` must not be used again."""
         with self._lock:
             if not self._handles:
                 return
@@ -162,8 +162,8 @@ class MappedDevice:
             )
 
     def __del__(self) -> None:
-        # Torch gives its own memory back when nothing refers to it; so does this. Not at the end
-        # of the process, when the driver may be gone.
+        # Torch frees its own memory when nothing refers to it; so does this. Not at process exit,
+        # when the driver may be gone.
         if not sys.is_finalizing():
             with contextlib.suppress(Exception):
                 self.close()
@@ -205,7 +205,7 @@ class MappedDevice:
         self._open(start + kept * BLOCK_BYTES, count + 1 - kept)
 
     def _open(self, address: int, count: int) -> None:
-        """Let kernels and copies use blocks that were put there."""
+        """Let kernels and copies use newly mapped blocks."""
         access = _Access(self._location, _READ_WRITE)
         code = _driver().cuMemSetAccess(
             ctypes.c_uint64(address), ctypes.c_size_t(count * BLOCK_BYTES),
@@ -226,7 +226,7 @@ class MappedDevice:
 
 
 def _tensor(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """Addresses as a tensor of bytes, which must not be touched where no block is."""
+    """Addresses as a tensor of bytes; only mapped parts may be accessed."""
     make = torch._C._construct_storage_from_data_pointer
     storage = make(address, device, num_bytes)
     empty = torch.empty(0, dtype=torch.uint8, device=device)
@@ -234,7 +234,7 @@ def _tensor(address: int, num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _ask_about(address: int) -> int:
-    """The driver's answer to what Triton's launcher asks of each pointer; 0 if it may be used."""
+    """The driver's answer to Triton's query about a pointer; 0 if it may be used."""
     found = ctypes.c_uint64()
     code: int = _driver().cuPointerGetAttribute(
         ctypes.byref(found), _DEVICE_POINTER, ctypes.c_uint64(address)

@@ -1,10 +1,10 @@
 """Moves bytes beside the steps: adapters to the device, units between tiers.
 
-Takes what plans ask for, in their order; gives the ends, in any order. Nothing here waits but
-`wait`, which is what a plan that `waits` asks for: until anything has ended.
+Takes the intents of plans, in order; gives their ends, in any order. Only `wait` blocks: a plan
+that `waits` blocks until anything has ended.
 
-Copies within the device are part of a step and not carried out here (`device_copies.py`). Without
-lower tiers a copy to or from one is refused.
+Copies within the device are part of a step and are not executed here (`device_copies.py`). Without
+lower tiers, a copy to or from one is refused.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from manyroots.store.tier_copies import TierCopies
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What has ended since the last call."""
+    """Everything that has ended since the last call."""
 
     adapters: tuple[AdapterLoaded, ...] = ()
     copies: tuple[CopyDone, ...] = ()
 
 
 class Mover:
-    """All that is on its way."""
+    """Everything in progress."""
 
     def __init__(self, adapters: AdapterLoader | None, tiers: TierCopies | None = None) -> None:
-        """`adapters`: None for the base model alone. `tiers`: None for the device alone."""
+        """`adapters`: None for only the base model. `tiers`: None for only the device."""
         self._adapters = adapters
         self._tiers = tiers
 
     def start(
         self, intents: Iterable[AdapterIntent], copies: Iterable[Copy]
     ) -> LayerArrivals | None:
-        """Begin what a plan asks for; returns at once. Gives what the plan's own rows wait for
-        while they compute; None if that is nothing."""
+        """Start a plan's intents; returns at once. Returns what the plan's own rows wait for while
+        they compute, or None."""
         arrivals = self._start_copies([copy for copy in copies if not is_within_device(copy)])
         intents = tuple(intents)
         if intents:
@@ -64,25 +64,25 @@ class Mover:
         return arrivals
 
     def finished(self) -> Ends:
-        """The ends that were not taken yet."""
+        """Ends that were not taken yet."""
         adapters = () if self._adapters is None else self._adapters.finished()
         copies = () if self._tiers is None else self._tiers.finished()
         return Ends(adapters, copies)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has ended, or nothing is under way, or the time is over. With both
-        adapters and tiers each has half of the time."""
+        """Wait until something has ended, nothing is in progress, or the timeout. With both
+        adapters and tiers, each has half of the time."""
         parts = [part for part in (self._adapters, self._tiers) if part is not None]
         for part in parts:
             part.wait(timeout_s / len(parts))
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
-        """Take pages out of storage."""
+        """Remove pages from storage."""
         if self._tiers is not None:
             self._tiers.forget_stored(hashes)
 
     def close(self) -> None:
-        """Wait for what is under way; what has not begun never does."""
+        """Wait for running work; work that has not started never does."""
         if self._adapters is not None:
             self._adapters.close()
         if self._tiers is not None:

@@ -1,1 +1,1 @@
-"""Where units last: one file per kind of storage."""
+"""Backends of the storage tier: one file per kind."""

@@ -1,13 +1,14 @@
 """Storage in a folder: one file per value, shared by any number of servers.
 
-A value is written aside and renamed, so that it is there whole or not at all, whenever a process is
-killed. Files lie in 256 folders by the first two digits of their key. What was used longest ago
-goes when there is no room: use is a file's modification time, so that it outlasts every server. The
-time of a value that is kept for longer lies in the future, until its time is over (T13).
+A value is written to a temporary file and renamed, so that it is complete or absent even if a
+process is killed. Files are in 256 folders by the first two digits of their key. If there is no
+room, the least recently used are removed. A file's modification time is its last use, so that it
+survives every server. For a value that is kept longer, that time is in the future until it expires
+(T13).
 
-Writers take turns by a lock on `used`, which holds how many bytes all files take: counted before a
-file is written, so that the limit holds whichever process dies when, and counted anew at each
-start. Readers need no lock. Emptying the folder meanwhile loses what was in it, and nothing else.
+A lock on `used` serialises writers. `used` holds the bytes of all files. It is updated before a
+file is written, so that the limit holds whichever process dies, and recounted at each start.
+Readers need no lock. Emptying the folder meanwhile loses only its content.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 _VERSION = "v1"
 _BLOCK_BYTES = 4096
-"""What a file takes is a multiple of it."""
+"""A file takes a multiple of this."""
 _LOW_WATER = 0.9
-"""Making room goes down to this share of the limit, so that it need not be done for each value."""
+"""Eviction continues down to this share of the limit, so that it is not needed for each value."""
 _LOCK_WAIT_S = 2.0
 _COUNT = struct.Struct("<Q")
 
@@ -57,7 +58,7 @@ class Files:
         return cls(Path(unquote(urlsplit(url).path)), options.max_bytes)
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        """`max_bytes`: of all servers together; None is no limit."""
+        """`max_bytes`: for all servers together; None: no limit."""
         self._folder = folder / _VERSION
         self._aside = self._folder / "aside"
         self._max_bytes = max_bytes
@@ -94,7 +95,7 @@ class Files:
         now = time.time()
         for key in keys:
             path = self._path(key)
-            with contextlib.suppress(OSError):  # not there, or another user's own
+            with contextlib.suppress(OSError):  # missing, or another user's
                 until = now if for_s == 0 else max(now + for_s, path.stat().st_mtime)
                 os.utime(path, (until, until))
 
@@ -108,7 +109,7 @@ class Files:
     def _read(self, path: Path, num_bytes: int) -> Value | None:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # not there, or another user's own
+        except (FileNotFoundError, PermissionError):  # missing, or another user's
             return None
         try:
             value = bytearray(num_bytes + 1)
@@ -116,7 +117,7 @@ class Files:
             with memoryview(value) as view:
                 while count := os.readv(file, [view[length:]]):
                     length += count
-            with contextlib.suppress(OSError):  # a folder that can only be read
+            with contextlib.suppress(OSError):  # a read-only folder
                 _note_use(file)
         finally:
             os.close(file)
@@ -145,7 +146,7 @@ class Files:
         return True
 
     def _place(self, aside: Path, path: Path, value: bytes) -> int | None:
-        """Write a file; gives how long the one was that it takes the place of."""
+        """Write a file; returns the size of the file that it replaces."""
         if path.parent.name not in self._made:
             path.parent.mkdir(exist_ok=True)
             self._made.add(path.parent.name)
@@ -170,12 +171,12 @@ class Files:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """This server's turn to write; raises if others take too long."""
+        """Hold the write lock; raises if others take too long."""
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
             with self._open_used() as file:
                 if _is_taken(file) and self._is_there(file):
-                    yield  # closing the file gives the lock back
+                    yield  # closing the file releases the lock
                     return
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._used} is locked by another server")
@@ -189,14 +190,15 @@ class Files:
             return open(self._used, "a+b")
 
     def _is_there(self, file: BinaryIO) -> bool:
-        """Whether all processes lock this file: the file may have been removed meanwhile."""
+        """Whether this is still the file that all processes lock: it may have been removed
+        meanwhile."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self._used.stat())
         except FileNotFoundError:
             return False
 
     def _count(self, change: int) -> None:
-        """All files take so much more; only while locked."""
+        """All files take this much more; only while locked."""
         self._note(max(0, self._num_used() + change))
 
     def _num_used(self) -> int:
@@ -208,7 +210,7 @@ class Files:
             file.write(_COUNT.pack(num_bytes))
 
     def _make_room(self, size: int) -> bool:
-        """Whether a value of this size fits, after what was used longest ago has gone."""
+        """Whether a value of this size fits, after evicting the least recently used."""
         if self._max_bytes is None:
             return True
         if self._num_used() + size <= self._max_bytes:
@@ -227,7 +229,7 @@ class Files:
         return True
 
     def _tidy(self) -> None:
-        """What died with its writer goes: no process writes now. Then count what is there."""
+        """Remove temporary files of dead writers: no process writes now. Then count the files."""
         for path in self._aside.iterdir():
             path.unlink(missing_ok=True)
         self._note(self._scan()[1])
@@ -240,7 +242,7 @@ class Files:
             if not shard.is_dir() or len(shard.name) != 2:
                 continue
             for entry in _entries(shard):
-                with contextlib.suppress(FileNotFoundError):  # that one alone has gone
+                with contextlib.suppress(FileNotFoundError):  # that file is gone
                     if entry.is_file(follow_symlinks=False):
                         stat = entry.stat()
                         found.append((stat.st_mtime_ns, _size(stat.st_size), Path(entry.path)))
@@ -248,7 +250,7 @@ class Files:
 
 
 def _entries(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """What is in a folder; nothing if it has gone meanwhile."""
+    """The entries of a folder; empty if it is gone meanwhile."""
     try:
         return list(os.scandir(folder))
     except FileNotFoundError:
@@ -256,7 +258,7 @@ def _entries(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
 
 
 def _is_taken(file: BinaryIO) -> bool:
-    """Lock a file, if no other process has."""
+    """Lock a file, unless another process has."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -265,7 +267,7 @@ def _is_taken(file: BinaryIO) -> bool:
 
 
 def _note_use(file: int | Path) -> None:
-    """Now is its last use, unless it is kept for longer."""
+    """Record a use now, unless the value is kept longer."""
     if os.stat(file).st_mtime <= time.time():
         os.utime(file)
 

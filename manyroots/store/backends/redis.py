@@ -1,9 +1,9 @@
 """Storage in Redis or Valkey: values by key on a server, shared by all that reach it.
 
 Needs the `redis` package (`pip install 'manyroots[redis]'`). A batch is one pipeline. The server's
-own memory limit and eviction apply; with a time to live, a value goes so long after its last use,
-or at the end of the time that it is kept for, if that is later. Redis before 7 counts from the time
-of writing, because it can't leave a later end alone.
+own memory limit and eviction apply. With a time to live, a value expires that long after its last
+use, or when its mark expires, if that is later. Redis before 7 counts from the time of writing,
+because it cannot keep a later expiry.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Redis:
             if self._ttl_s is not None:
                 for key in keys:
                     pipe.expire(_PREFIX + key, self._ttl_s, gt=True)
-            # A replica that can only be read does not move the end of a value's time.
+            # A read-only replica does not change the expiry of a value.
             values: list[Value | None] = _checked(pipe.execute(raise_on_error=False)[:1])[0]
         return values
 
@@ -89,7 +89,8 @@ class Redis:
         self._server.delete(*(_PREFIX + key for key in keys))
 
     def keep(self, keys: Sequence[bytes], for_s: float) -> None:
-        """Without a time to live the server evicts as it likes: there is no end to move."""
+        """Without a time to live the server evicts by its own rules: there is no expiry to
+        change."""
         if self._ttl_s is None:
             return
         with self._server.pipeline(transaction=False) as pipe:
@@ -102,8 +103,8 @@ class Redis:
 
 
 def _checked(answers: list[Any]) -> list[Any]:
-    """Raises the first that is an error: as the server said it, since the package's own would quote
-    keys and values, which have no place in a log."""
+    """Raises the first error, in the server's words: the package's own message would quote keys and
+    values, which must not be logged."""
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer

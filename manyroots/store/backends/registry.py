@@ -1,8 +1,8 @@
-"""Which backend a URL means: one entry point per scheme, ours and those of plug-ins (T14).
+"""Maps a URL to its backend: one entry point per scheme, ours and those of plug-ins (T14).
 
 An installed package adds a scheme with an entry point of the group `manyroots.kv_storage`. Ours are
-listed here in the same form, so that they work from a source tree too. Ours win: a plug-in can't
-replace what a URL has always meant.
+listed here in the same form, so that they also work from a source tree. Ours win: a plug-in cannot
+replace a built-in scheme.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def options_of(settings: TierSettings) -> StorageOptions:
 
 
 def kind_of(url: str) -> BackendKind:
-    """Imports only what the URL's scheme names. Errors leave out the URL, which may have a
+    """Imports only the module of the URL's scheme. Errors omit the URL, which may have a
     password."""
     scheme = url.partition("://")[0]
     found = _entry_points()
@@ -77,7 +77,7 @@ def kind_of(url: str) -> BackendKind:
 
 
 def _entry_points() -> dict[str, EntryPoint]:
-    """By scheme. Where two plug-ins have one scheme, the first by module name is used."""
+    """By scheme. If two plug-ins have one scheme, the first by module name is used."""
     plugins = sorted(entry_points(group=GROUP), key=lambda entry: entry.value, reverse=True)
     own = [EntryPoint(scheme, value, GROUP) for scheme, value in OWN.items()]
     return {entry.name: entry for entry in (*plugins, *own)}

@@ -1,7 +1,7 @@
 """Addresses of adapters that are not folders, and the prefixes below which they may be fetched.
 
-Takes what a user or a request wrote; gives an `Address`, or says why it can't be one. Touches no
-network and no file.
+Takes text from a user or a request; gives an `Address`, or raises the reason that it is not one.
+Uses no network and no file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Address:
     """The bucket, the host with its port, or the owner of a hub's repository."""
     parts: tuple[str, ...]
     sha256: str | None = None
-    """What the weights file must hash to; None takes what is there."""
+    """Required hash of the weights file; None accepts any."""
 
     def __str__(self) -> str:
         return f"{self.scheme}://{'/'.join((self.host, *self.parts))}"
 
     def is_below(self, prefix: Address) -> bool:
-        """By whole parts: `s3://a/b` is not above `s3://a/bc`."""
+        """Compares whole parts: `s3://a/b` is not above `s3://a/bc`."""
         return (self.scheme, self.host) == (prefix.scheme, prefix.host) and (
             self.parts[: len(prefix.parts)] == prefix.parts
         )
@@ -47,17 +47,17 @@ class Address:
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is for the network rather than a folder."""
+    """Whether a path is a network address rather than a folder."""
     return path.partition("://")[0].lower() in SCHEMES and "://" in path
 
 
 def looks_like_hub_id(path: str) -> bool:
-    """Whether a path that is no folder here could be an id of the hub."""
+    """Whether a path that is not a folder here could be an id of the hub."""
     return _HUB_ID.fullmatch(path) is not None and ".." not in path
 
 
 def parse_address(text: str) -> Address:
-    """AdapterError says what is wrong with it."""
+    """Raises AdapterError with the reason."""
     scheme, _, rest = text.partition("://")
     scheme = scheme.lower()
     if scheme not in SCHEMES:

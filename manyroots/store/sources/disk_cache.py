@@ -24,7 +24,7 @@ from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE
 FILES = (CONFIG_FILE, WEIGHTS_FILE)
 MANIFEST = "manifest.json"
 SOURCE = "source.json"
-"""Where a folder came from; stays when the folder goes, so that it can be fetched again."""
+"""The source of a folder; stays when the folder is evicted, so that it can be fetched again."""
 
 
 class DiskCache:

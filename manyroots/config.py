@@ -354,6 +354,11 @@ class TierSettings:
         "Publish the locations of pages over ZMQ, in vLLM's form. JSON: "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.',
     )
+    kv_connectors: tuple[str, ...] = option(
+        (),
+        "Installed plug-ins that hear of each allocation, publication, eviction and transfer of "
+        "pages (entry points of manyroots.connectors).",
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -371,6 +376,9 @@ class TierSettings:
                 f"--kv-offloading-backend is {self.kv_offloading_backend!r}; this engine has its "
                 "own alone, 'native'. For what lasts or is shared use --kv-storage."
             )
+        for name in self.kv_connectors:
+            if self.kv_connectors.count(name) > 1:
+                raise ConfigError(f"--kv-connectors has {name!r} twice; give each name once.")
         self._check_host()
         self._check_storage()
         self.events()

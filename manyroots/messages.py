@@ -449,6 +449,10 @@ class Stats:
     """Of those: from storage."""
     self_check: SelfCheckStats | None = None
     """None without --kv-check-share."""
+    connector_drops: dict[str, int] = field(default_factory=dict)
+    """By connector: batches of events that it was too slow for."""
+    connector_failures: dict[str, int] = field(default_factory=dict)
+    """By connector: calls that raised."""
     speculation: SpeculationStats | None = None
     """None without --speculative-config."""
     num_host_pages: int = 0

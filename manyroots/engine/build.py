@@ -22,6 +22,7 @@ from manyroots.config import EngineSettings
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits, slot_bytes
+from manyroots.engine.connectors import ConnectorInfo, open_connectors
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
 from manyroots.engine.page_report import PageReport
@@ -118,6 +119,9 @@ def build_engine(
         compiles=compiles,
         alarm=executor.alarm,
         events=events,
+        connectors=open_connectors(
+            settings.tiers, ConnectorInfo(source.name, page_size, executor.num_pages)
+        ),
         make_check=_make_check(settings, scheduler, executor),
         take_weights=_take_weights(settings, model, page_size),
     )

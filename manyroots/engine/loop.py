@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from manyroots.adapter_names import LoraModule, split_revision
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
+from manyroots.engine.connectors import Connectors
 from manyroots.engine.self_check import SelfCheck
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import AdapterName, RequestId, Tier
@@ -128,6 +129,7 @@ class EngineLoop:
         compiles: GrammarCompiles | None = None,
         alarm: Alarm | None = None,
         events: EventSink | None = None,
+        connectors: Connectors | None = None,
         make_check: Callable[[Callable[[Submit], None]], SelfCheck] | None = None,
         take_weights: TakeWeights | None = None,
         depth: int = 1,
@@ -137,7 +139,8 @@ class EngineLoop:
         if weights cannot be updated in place. `directory`: None if the caller registers adapters
         with the scheduler. `compiles`: None refuses structured output. `alarm`: None if the runner
         cannot fail outside of a step. `events`: receives the pages that were added or removed in
-        each step. `make_check`: takes the submit function; None checks nothing."""
+        each step. `connectors`: hear of those, of plans and of results, in order. `make_check`:
+        takes the submit function; None checks nothing."""
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
@@ -146,6 +149,9 @@ class EngineLoop:
         self._compiles = compiles
         self._alarm = alarm
         self._events = events
+        self._connectors = connectors
+        self._unpublished: list[CacheEvent] = []
+        """Events that connectors have heard in this step."""
         self._check = None if make_check is None else make_check(self._submit)
         self._depth = depth
         self._now = now
@@ -332,6 +338,8 @@ class EngineLoop:
         began_s = self._now()
         plan = None if self._is_paused or self._asked else self._scheduler.schedule()
         if plan is not None:
+            if self._connectors is not None:
+                self._tell_connectors(plan)
             self._planned_at_s.append(began_s)
             self._load_timer.launch(plan)
             if plan.arrivals:
@@ -344,8 +352,11 @@ class EngineLoop:
         if not self._launched:
             while self._asked:
                 self._controls.append(self._carried_out(self._asked.popleft()))
+        if self._connectors is not None:
+            self._tell_connectors(None)
         if self._events is not None:
-            self._events.publish(self._scheduler.take_events())
+            events, self._unpublished = self._unpublished + self._scheduler.take_events(), []
+            self._events.publish(events)
         outputs, self._gathered = self._gathered, StepOutputs([])
         if self._adapter_was or self._revisions:
             self._say_where_adapters_were(outputs)
@@ -354,6 +365,14 @@ class EngineLoop:
         if self._check is not None:
             self._check.take(outputs)
         return outputs
+
+    def _tell_connectors(self, what: Plan | StepResult | None) -> None:
+        """What the cache did, and then this."""
+        assert self._connectors is not None
+        events = self._scheduler.take_events()
+        if self._events is not None:
+            self._unpublished += events
+        self._connectors.hear(events, what)
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
         """Add the adapter's tier to the first output of a request, which is then more than a plain
@@ -435,6 +454,9 @@ class EngineLoop:
 
     def stats(self) -> Stats:
         stats = self._scheduler.stats()
+        if self._connectors is not None:
+            dropped, failed = self._connectors.dropped, self._connectors.failed
+            stats = replace(stats, connector_drops=dropped, connector_failures=failed)
         check = self._check
         if check is None:
             return stats
@@ -449,6 +471,8 @@ class EngineLoop:
         self._runner.close()
         if self._events is not None:
             self._events.close()
+        if self._connectors is not None:
+            self._connectors.close()
 
     def _finish_oldest(self) -> None:
         try:
@@ -459,6 +483,8 @@ class EngineLoop:
         self._failures_in_a_row = 0
         if self.ring is not None:
             self.ring.done(result)
+        if self._connectors is not None:
+            self._tell_connectors(result)
         self._load_timer.answer(result.adapters)
         began_s, self._done_at_s = max(self._planned_at_s.popleft(), self._done_at_s), self._now()
         made = self._scheduler.advance(result, self._done_at_s - began_s)

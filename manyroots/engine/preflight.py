@@ -15,6 +15,7 @@ from pathlib import Path
 
 from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelSettings
 from manyroots.engine.adapter_folders import check_folders
+from manyroots.engine.connectors import check_connectors
 from manyroots.engine.weight_folders import check_weights_dirs
 from manyroots.errors import AdapterError, ConfigError, ModelError
 from manyroots.files.gguf_parts import model_files, model_name
@@ -46,6 +47,7 @@ def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
         _check_path("--generation-config", model.generation_config)
     check_weights_dirs(model.weights_dirs)
     check_storage(settings.tiers)
+    check_connectors(settings.tiers)
     _check_devices(model)
     _check_temporary_folder()
     check_folders(settings.lora, {name, model.served_model_name or name})

@@ -122,7 +122,7 @@ def tier_policies(settings: TierSettings, *, is_gpu: bool = False) -> CachePolic
         prefetch=Prefetch(settings.prefetch),
         prefetch_timeout_steps=settings.prefetch_timeout_steps,
         overlaps_loads=overlap == "on" or (overlap == "auto" and is_gpu),
-        records_events=settings.events() is not None,
+        records_events=settings.events() is not None or bool(settings.kv_connectors),
     )
 
 

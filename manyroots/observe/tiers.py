@@ -57,6 +57,19 @@ class TierCounts(Collector):
                 "result",
                 checks,
             )
+        if stats.connector_drops:
+            yield self._counter(
+                "manyroots:connector_batches_dropped",
+                "Batches of events that a connector was too slow for.",
+                "connector",
+                stats.connector_drops,
+            )
+            yield self._counter(
+                "manyroots:connector_failures",
+                "Calls of a connector that raised.",
+                "connector",
+                stats.connector_failures,
+            )
         storage = stats.storage
         if storage is None:
             return

@@ -2,7 +2,7 @@
 
 In: a trace, a machine, and how much memory there is. Out: the mean time to the first token with
 each split, and with one memory. A fixed split gives adapters the same share for the whole trace;
-the best one is what a person could choose who knew the trace.
+to choose the best one, an operator would have to know the trace in advance.
 """
 
 from __future__ import annotations

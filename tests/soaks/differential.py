@@ -33,7 +33,11 @@ from typing import Any
 import torch
 
 from manyroots import LLM, LoRARequest, SamplingParams
+from manyroots.distributed.shard import Shard
 from manyroots.kernels.tolerances import TOLERANCES
+from manyroots.models.families import families
+from manyroots.models.sharding import rank_spec
+from manyroots.models.spec import ModelSpec
 from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.quick_tiers import worth_loading
@@ -140,6 +144,12 @@ class Found:
     """Tokens that are the cold engine's second best, where its two best are as good as equal."""
 
 
+def page_bytes_of(spec: ModelSpec) -> int:
+    """A page of all layers."""
+    own = (family for family in families(spec.layers) if not family.is_state)
+    return sum(family.unit_bytes(PAGE, torch.float32) for family in own)
+
+
 class Engines:
     """A warm and a cold engine of one mix."""
 
@@ -154,17 +164,14 @@ class Engines:
         for name, recipe in ADAPTERS.items():
             write_adapter(folder / name, decoder.adapter_targets(), recipe)
             self.adapters[name] = str(folder / name)
-        page_bytes = sum(
-            f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if not f.is_state
-        )
+        page_bytes = page_bytes_of(decoder.spec)
         state = sum(f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state)
         needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
-        device_bytes = (
-            int(needed * LESS_SHARE.get(mix, KV_BYTES_SHARE)) + (4 + NUM_CHECKPOINTS) * state
-        )
+        # A rank has fewer heads of most pages, and all of those that heads share.
+        of_rank = page_bytes_of(rank_spec(decoder.spec, Shard(0, ranks)))
+        share = LESS_SHARE.get(mix, KV_BYTES_SHARE) * of_rank / page_bytes
         self._settings: dict[str, Any] = {
-            # Of one rank, whose units are as much smaller.
-            "kv_cache_memory_bytes": device_bytes // ranks,
+            "kv_cache_memory_bytes": int(needed * share) + (4 + NUM_CHECKPOINTS) * state // ranks,
             "checkpoint_memory_bytes": NUM_CHECKPOINTS * state // ranks,
             "checkpoint_interval_tokens": INTERVAL,
             "max_num_batched_tokens": CHUNK,

@@ -45,7 +45,8 @@ class GatewayWorkload:
     prompt_len: int
     output_len: int
     repeats: int
-    vocab_size: int = 1000
+    vocab_size: int = 256
+    """Low tokens, which every model has."""
 
 
 def run_gateway(workload: GatewayWorkload, engine: dict[str, Any]) -> dict[str, Any]:

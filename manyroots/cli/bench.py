@@ -14,6 +14,7 @@ from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_publish import add_publish
 from manyroots.cli.bench_router import add_router
+from manyroots.cli.bench_speculation import add_speculation
 from manyroots.cli.bench_table import add_table
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
@@ -51,6 +52,7 @@ def add_bench_command(commands: Any) -> None:
     _add_quantization(kinds)
     add_tiers(kinds)
     add_publish(kinds)
+    add_speculation(kinds)
     add_host(kinds)
     add_router(kinds)
     _add_scheduler(kinds)

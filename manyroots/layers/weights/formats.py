@@ -22,7 +22,7 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.operations import Operand
-from manyroots.kernels.packed import can_pack, pack
+from manyroots.kernels.packed import IS_ARM, can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.weights.fill import Fill, Fills, cut_of
 from manyroots.lora.targets import Side
@@ -151,6 +151,8 @@ class PackedFormat(WeightFormat):
     """Whether a GGUF file's 4-bit blocks are multiplied without conversion."""
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Matrix:
+        if not IS_ARM:
+            return super().matrix(rows, columns, dtype, device)
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     def operand(self, matrix: Matrix) -> Operand:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.blocks import BlockMatrix, can_multiply_blocks
-from manyroots.kernels.packed import can_pack
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.rotary import rope_frequencies
@@ -388,12 +387,11 @@ def test_q03_w4a8_of_other_files_and_machines_is_refused_by_name(tmp_path: Path)
     assert not keeps_blocks("auto", source, torch.float32, CPU)
 
 
-def test_q03_on_x86_nothing_is_packed_and_w4a8_is_refused_with_the_remedy(
+def test_q03_on_x86_w4a8_is_refused_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Q03: what is Arm's is asked for on Arm alone."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    assert not can_pack(CPU, torch.float32)
     source = resolve_source(
         ModelSettings(model=str(write_gguf(tmp_path / "m.gguf", tiny_config("llama"))))
     )

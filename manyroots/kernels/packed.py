@@ -74,10 +74,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this machine's library has a faster form of its own."""
     if device.type != "cpu" or dtype is not torch.float32:
         return False
-    library = torch.backends.mkldnn
     # Looked up by name: not every torch has it.
-    has_acl = getattr(library, "is_acl_available", lambda: False)
-    return bool(has_acl() if IS_ARM else library.is_available()) and _has_operators()
+    name = "is_acl_available" if IS_ARM else "is_available"
+    has_library = getattr(torch.backends.mkldnn, name, lambda: False)
+    return bool(has_library()) and _has_operators()
 
 
 def _has_operators() -> bool:

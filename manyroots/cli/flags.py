@@ -51,6 +51,7 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
 
 
 _METAVARS = {
+    "kv_connectors": "NAME",
     "lora_modules": "NAME=FOLDER",
     "lora_target_modules": "MODULE",
     "lora_dirs": "FOLDER",

@@ -1,9 +1,9 @@
-"""What an architecture's file says of it, and the rules of configs that several of them share.
+"""The description of an architecture in its file, and config rules that several share.
 
-`models/<name>.py` has one `ARCHITECTURES`: by the name in a checkpoint's config, how that config is
-completed and checked, how it describes the model, and how a checkpoint or a GGUF file spells the
-weights. Defaults and rules are those of transformers' config classes. A rule raises ValueError for
-fields that do not go together.
+`models/<name>.py` has one `ARCHITECTURES`, by the name in a checkpoint's config. Each entry defines
+how that config is completed and checked, how it describes the model, and how a checkpoint or a GGUF
+file names the weights. Defaults and rules are those of transformers' config classes. A rule raises
+ValueError for fields that contradict each other.
 """
 
 from __future__ import annotations
@@ -26,43 +26,42 @@ LINEAR = "linear_attention"
 
 @dataclass(frozen=True, slots=True)
 class ConfigType:
-    """One model type: its fields' defaults, and what it makes of them."""
+    """One model type: its fields' defaults and rules."""
 
     defaults: Mapping[str, Any]
     finish: Callable[[Values], None] = lambda values: None
     other_names: Mapping[str, str] = field(default_factory=dict)
-    """Fields that may be written under a second name, which wins, and are read under both."""
+    """Fields with a second name. The second name wins, and the value can be read under both."""
     may_be_null: tuple[str, ...] = ()
-    """Of the heads' numbers that have a default: those for which null is another way to leave
-    them out."""
+    """Head counts with a default for which null means the default."""
     theta: float = 10_000.0
     partial: float | None = None
-    """How much of each head is turned unless the file says it."""
+    """The rotated share of each head unless the file has one."""
     has_ropes_by_type: bool = False
-    """Whether each type of layer turns by a base of its own."""
+    """Whether each type of layer has its own rotary base."""
     local_theta: float = 10_000.0
-    """Then, that of layers with a window."""
+    """In that case, the base of layers with a window."""
     text: str | None = None
-    """The type of the text model, where a model also sees."""
+    """The type of the text model, for a model with vision."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """How GGUF files of an architecture differ from what all of them have."""
+    """How GGUF files of an architecture differ from the common form."""
 
     name: str
-    """What `general.architecture` says."""
+    """The value of `general.architecture`."""
     model_type: str
     config: Callable[[GGUFFile, Values], Values] = lambda file, values: {}
-    """What the config has beside the fields of all files, which are given."""
+    """Config fields beyond those of all files, which are passed in."""
     is_meant: Callable[[GGUFFile], bool] = lambda file: True
-    """Whether a file is of this architecture, where several have one name."""
+    """Whether a file belongs to this architecture, if several share a name."""
     theta: float = 10_000.0
-    """The rotary base that files may leave out."""
+    """The rotary base if a file omits it."""
     in_block: Mapping[str, str] = field(default_factory=dict)
-    """Names of a layer's tensors, where they are not the usual ones."""
+    """Names of a layer's tensors that differ from the usual ones."""
     restore: Callable[[str, Tensor, ModelSpec], Tensor] = lambda part, tensor, spec: tensor
-    """Undoes what the converter did to a part's numbers."""
+    """Undoes the converter's changes to a part's numbers."""
     reads: tuple[str, ...] = ()
     """Keys, without the architecture's name, that `config` reads and others refuse."""
     has_experts: bool = False
@@ -73,16 +72,15 @@ class Architecture:
     """One kind of model."""
 
     configs: Mapping[str, ConfigType]
-    """By the model types whose configs it reads; the first goes by the same name."""
+    """By the model types whose configs it reads; the first has the same name."""
     describe: Callable[[ConfigReader], ModelSpec]
     translate: Callable[[Tensors], Iterator[tuple[str, Tensor]]] = per_expert
-    """A checkpoint's tensors under the names, and in the pieces, that the decoder's weights
-    have."""
+    """A checkpoint's tensors with the names, and in the pieces, of the decoder's weights."""
     has_drafting_layers: bool = False
-    """Whether checkpoints have layers after the last one that guess tokens ahead; they are not
+    """Whether checkpoints have extra layers that predict tokens ahead (MTP); these are not
     served."""
     fields: Mapping[str, Field] = field(default_factory=dict)
-    """What the fields may be that this architecture reads and no other does."""
+    """Allowed values of fields that only this architecture reads."""
     gguf: GgufForm | None = None
 
 
@@ -116,13 +114,13 @@ def check_whole_heads(values: Values) -> None:
 
 
 def fill_types(values: Values, rule: Callable[[int], str]) -> None:
-    """`layer_types` by a rule, where the file has none."""
+    """Fill in `layer_types` by a rule, if the file has none."""
     if values["layer_types"] is None:
         values["layer_types"] = [rule(layer) for layer in range(values["num_hidden_layers"])]
 
 
 def renamed(names: Mapping[str, str]) -> Callable[[Tensors], Iterator[tuple[str, Tensor]]]:
-    """A translation: parts of tensors' names in a checkpoint, and what the decoder calls them."""
+    """A translation from parts of a checkpoint's tensor names to the decoder's."""
 
     def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:

@@ -1,6 +1,6 @@
-"""Embedding and head as a model's files have them, without loading the model.
+"""Reads embedding and head from a model's files without loading the model.
 
-Takes a source and its spec; gives what an adapter's file may repeat, by target.
+Takes a source and its spec; gives the weights that an adapter's file may repeat, by target.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from manyroots.store.adapter_base import BaseRows
 def base_rows(
     source: ModelSource, spec: ModelSpec, dtype: torch.dtype
 ) -> dict[str, BaseRows] | None:
-    """None where the weights are not on this machine, as of a hub id that was never served."""
+    """None if the weights are not on this machine, such as those of a hub id that was never
+    served."""
     found = _of_gguf(source) if source.kind is SourceKind.GGUF else _of_folder(source, spec)
     if found is None:
         return None

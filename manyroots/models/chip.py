@@ -1,9 +1,8 @@
-"""What this machine's CPU is: its name, and the instructions that decide how fast products are.
+"""This machine's CPU: its name, and the instructions that determine the speed of products.
 
-Takes what torch says of the chip and, where a torch says nothing, what Linux writes in
-/proc/cpuinfo; gives a `Chip`, whose instructions have Linux's names. Whether torch's library uses
-the ones for bfloat16 is asked of the library, too: a chip may have what a build of torch does not
-know.
+Takes torch's description of the chip or, if torch has none, Linux's /proc/cpuinfo; gives a `Chip`,
+whose instructions have Linux's names. It also asks torch's library whether it uses those for
+bfloat16: a chip may have instructions that a build of torch does not use.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ _ARM_PARTS = {
     "0xd49": "Neoverse-N2",
     "0xd4f": "Neoverse-V2",
 }
-"""Arm's own numbers of the cores that servers have."""
+"""Arm's part numbers of server cores."""
 BF16_PRODUCTS = ("amx_bf16", "avx512_bf16", "bf16")
-"""Instructions that multiply and add up bfloat16 at twice float32's rate or more; the last is
-Arm's. AVX-512 without them turns every number into float32 first, which gains nothing."""
+"""Instructions that multiply and add bfloat16 at twice float32's rate or more; the last is Arm's.
+AVX-512 without them converts every number to float32 first, which gains nothing."""
 FP16_PRODUCTS = ("amx_fp16", "avx512_fp16")
-"""The same for float16. Arm's `asimdhp` is not among them: with it torch's products of float16
-took fifteen times as long as those of float32 (Neoverse-N1)."""
+"""The same for float16. Arm's `asimdhp` is not among them: with it torch's float16 products took
+fifteen times as long as float32 (Neoverse-N1)."""
 TELLING = (*BF16_PRODUCTS, *FP16_PRODUCTS, "avx512f", "avx2", "i8mm", "asimddp", "asimdhp")
-"""Instructions that decide how fast products are."""
+"""Instructions that determine the speed of products."""
 _TORCH_NAMES = {"avx512_f": "avx512f", "dot": "asimddp", "fp16_arith": "asimdhp"}
-"""What torch calls differently."""
+"""Torch's names that differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +40,13 @@ class Chip:
 
     name: str
     instructions: frozenset[str]
-    """Of `TELLING`."""
+    """A subset of `TELLING`."""
     library_has_bf16: bool
-    """Whether torch's library multiplies bfloat16 here without turning to plain loops."""
+    """Whether torch's library multiplies bfloat16 here without falling back to plain loops."""
 
     @property
     def bf16_products(self) -> str | None:
-        """The fastest instructions for products of bfloat16 that are used; None: there are none."""
+        """The fastest bfloat16 instructions in use; None if there are none."""
         if not self.library_has_bf16:
             return None
         return next((name for name in BF16_PRODUCTS if name in self.instructions), None)
@@ -73,7 +72,7 @@ def this_chip() -> Chip:
 def describe_chip(
     capabilities: Mapping[str, object], cpuinfo: Mapping[str, str], *, library_has_bf16: bool
 ) -> Chip:
-    """`capabilities` are torch's words, and count where there are any; `cpuinfo` Linux's."""
+    """`capabilities` are torch's and win if there are any; `cpuinfo` is Linux's."""
     known = {_TORCH_NAMES.get(name, name) for name, has in capabilities.items() if has is True}
     flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
     found = known or set(flags)
@@ -82,7 +81,7 @@ def describe_chip(
 
 
 def read_cpuinfo() -> dict[str, str]:
-    """What Linux says of the first core; nothing elsewhere."""
+    """Linux's description of the first core; empty on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return {}

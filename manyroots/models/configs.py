@@ -1,4 +1,4 @@
-"""Configs as transformers completes them: what a file leaves out, and older ways of saying things.
+"""Completes configs as transformers does: missing fields, and older spellings.
 
 Takes the fields of a config.json, or those made from a GGUF file's metadata; gives a `Config` with
 every field that its model type has. Defaults and rules are those of transformers' own config
@@ -21,13 +21,13 @@ from manyroots.models.registry import CONFIG_TYPES
 from manyroots.models.windows import FULL, SLIDING
 
 _OLDER_TYPES = {"mamba": LINEAR, "attention": FULL}
-"""What older files call types of layers."""
+"""Older names of layer types."""
 _WITH_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _SPECIAL_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 class Config:
-    """One model's fields, as attributes; those that its type does not know among them."""
+    """One model's fields as attributes, including those that its type does not know."""
 
     model_type: str
     dtype: torch.dtype | None
@@ -36,16 +36,16 @@ class Config:
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for names that are no field.
+        # Called only for names that are not fields.
         raise AttributeError(f"the config has no {name}")
 
     def get_text_config(self) -> Config:
-        """That of the text model, where a model also sees, or itself."""
+        """The config of the text model, for a model with vision, or itself."""
         text = self.__dict__.get("text_config")
         return text if isinstance(text, Config) else self
 
     def to_dict(self) -> Values:
-        """As a config.json would have it."""
+        """The fields as in a config.json."""
         fields = self.__dict__.items()
         values = {n: v.to_dict() if isinstance(v, Config) else v for n, v in fields}
         if values.get("dtype") is not None:
@@ -57,8 +57,9 @@ class Config:
 
 
 def complete(model_type: str, written: Mapping[str, Any]) -> Config:
-    """The whole config. A type that is not served is left as it is written: its name is refused
-    where the served ones are known. Raises ValueError, and what values of wrong types raise."""
+    """The complete config. An unsupported type is returned unchanged: its name is refused later,
+    where the supported ones are known. Raises ValueError, and the errors of values with wrong
+    types."""
     own: Values = _decoded(copy.deepcopy(dict(written)))
     if model_type == "mistral" and "layer_types" in own:
         model_type = "ministral"
@@ -115,11 +116,11 @@ def _check_types(values: Values) -> None:
 
 
 def _one_rope(values: Values, kind: ConfigType) -> None:
-    """`rope_parameters` of all layers, or of each type of them, whichever way they are written."""
+    """`rope_parameters` of all layers, or of each type of layer, from any spelling."""
     parameters = values.get("rope_scaling") or values["rope_parameters"] or {}
     values["rope_parameters"] = parameters
     if not isinstance(parameters, dict):
-        return  # refused where it is read
+        return  # refused when it is read
     types = values.get("layer_types") or ()
     nested = [parameters[name] for name in parameters if name in types]
     for part in nested or [parameters]:
@@ -132,7 +133,7 @@ def _one_rope(values: Values, kind: ConfigType) -> None:
 
 
 def _gemma_rope(values: Values, kind: ConfigType) -> None:
-    """One for each type of layer; files from before that have the numbers of both beside them."""
+    """One set for each type of layer; older files have the numbers of both as separate fields."""
     parameters = values["rope_parameters"]
     if parameters is None:
         parameters = {name: {"rope_type": "default"} for name in (SLIDING, FULL)}
@@ -151,7 +152,7 @@ def _gemma_rope(values: Values, kind: ConfigType) -> None:
 
 
 def _standardise(values: Values) -> None:
-    """The type under its newer name, and the length before scaling where the type needs it."""
+    """The type under its newer name, and the length before scaling if the type needs it."""
     parameters, types = values["rope_parameters"], values.get("layer_types") or ()
     nested = [parameters[name] for name in parameters if name in types]
     for part in nested or [parameters]:

@@ -1,8 +1,7 @@
-"""The decoder, put together from a description: one for every architecture and device.
+"""The decoder, built from a description: one for every architecture and device.
 
-Takes tokens and a `Step`; writes keys, values and states into the arenas, gives hidden states and
-from those logits. What differs between architectures is in their `ModelSpec`, what differs between
-devices in the kernel set.
+Takes tokens and a `Step`; writes keys, values and states into the arenas, and gives hidden states
+and logits. Architectures differ only in their `ModelSpec`, devices only in the kernel set.
 
     x -> norm -> mixers -> + x
       -> norm -> feed-forward block -> + x
@@ -63,10 +62,10 @@ _BLOCKS: dict[type[BlockSpec], Any] = {
 
 
 class Sublayer:
-    """One half of a layer: the norms around what it computes."""
+    """One half of a layer: a computation and the norms around it."""
 
     def __init__(self, spec: LayerSpec, reader: Linear | None, context: LayerContext) -> None:
-        """`reader`: the one product that its input is for."""
+        """`reader`: the only product that reads its input."""
         self.reader = reader
         self._spec, self._context = spec, context
         hidden = context.hidden_size
@@ -75,7 +74,7 @@ class Sublayer:
         self.hyper = None if spec.hyper is None else HyperConnection(spec.hyper, context)
 
     def whole(self, product: DeferredOutput) -> DeferredOutput:
-        """The sum over ranks, and with the norm and the factor that it is still to have."""
+        """The sum over ranks, with the remaining norm and factor attached."""
         context = self._context
         product = product.over_ranks(context.shard, context.kernels, context.dtype)
         factor = product.factor * self._spec.factor
@@ -97,7 +96,7 @@ class DecoderLayer:
     def __init__(
         self, spec: LayerSpec, families: Sequence[Sequence[int]], context: LayerContext
     ) -> None:
-        """`families`: of each mixer, which of the step's `memories` are its."""
+        """`families`: for each mixer, the indexes of its memories in the step's `memories`."""
         self.spec, self._kernels = spec, context.kernels
         self.mixers = [
             make_mixer(mixer, own, context)
@@ -114,14 +113,14 @@ class DecoderLayer:
             self.feed_forward, self.feeding = block, Sublayer(spec, block.reader, context)
 
     def mix(self, x: NormedRows, memories: Sequence[Any], step: Step) -> DeferredOutput:
-        """What its mixers give of `x`; `memories` are theirs."""
+        """The output of its mixers for `x`; `memories` are theirs."""
         assert self.mixing is not None
         both = zip(self.mixers, memories, strict=True)
         products = [mixer(x, memory, step) for mixer, memory in both]
         return self.mixing.whole(sum_of(products, self._kernels))
 
     def feed(self, x: NormedRows, step: Step) -> DeferredOutput:
-        """What its feed-forward block gives of `x`."""
+        """The output of its feed-forward block for `x`."""
         assert self.feeding is not None
         assert self.feed_forward is not None
         return self.feeding.whole(self.feed_forward(x, step))
@@ -159,7 +158,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A model's weights, and the one way through them."""
+    """A model's weights, and the forward pass."""
 
     def __init__(
         self,
@@ -171,8 +170,8 @@ class Decoder:
         kernels: Kernels | None = None,
         format: WeightFormat = PLAIN,
     ) -> None:
-        """`spec` is the rank's own: see `models/sharding.py`. `kernels`: where they are not those
-        of the device. `format`: how weights of products are kept."""
+        """`spec` is the rank's own: see `models/sharding.py`. `kernels`: set if they are not the
+        device's. `format`: the format of products' weights."""
         self.spec, self.shard = spec, shard
         self.dtype, self.device, self.format = dtype, device, format
         self.kernels = kernels = kernels_for(device) if kernels is None else kernels
@@ -199,20 +198,20 @@ class Decoder:
         self.norm = RMSNorm(spec.hidden_size, context)
         hyper = spec.layers[-1].hyper
         self.end = None if hyper is None else HyperConnection(hyper, context, is_end=True)
-        """What joins the streams of a model with hyper-connections."""
+        """Joins the streams of a model with hyper-connections."""
         self.head = LmHead(
             spec.vocab_size, context, factor=spec.logits_factor, cap=spec.logits_cap,
             tied_to=self.embedding if spec.tie_word_embeddings else None,
         )  # fmt: skip
         self.num_bytes = 0
-        """What its weights take; known once they are loaded."""
+        """Bytes of its weights; known once they are loaded."""
         self.ropes: tuple[RopeTable, ...] = ()
-        """Of every position, by kind; see `attach`."""
+        """Tables of every position, by kind; see `attach`."""
         self._memories: list[list[Any]] = []
 
     def attach(self, arenas: Sequence[Arena], pool: AdapterPool | None, *, max_len: int) -> None:
         """Give it memory: an arena for each family, the adapters' pool if there is one, and angles
-        for so many positions."""
+        for this many positions."""
         arena_of = {
             family.memory: (arena, family.layers)
             for family, arena in zip(self.families, arenas, strict=True)
@@ -225,7 +224,7 @@ class Decoder:
                 parts = tuple(arena.layer(layers.index(index)) for arena, layers in found)
                 own.append(parts if isinstance(mixer, CompressedSpec) else parts[0])
             self._memories.append(own)
-        # Half a MiB per thousand positions and kind; a step looks its rows up.
+        # Half a MiB per thousand positions and kind; a step looks up its rows.
         positions = torch.arange(max_len, device=self.device)
         self.ropes = tuple(
             RopeTable.at(
@@ -256,7 +255,7 @@ class Decoder:
                 block.pooled = None if gate_up is None or down is None else (gate_up, down)
 
     def pack_weights(self) -> None:
-        """Make operands of products' weights, whenever they were filled."""
+        """Prepare the weights for products; call whenever they were filled."""
         for linear in self._products():
             linear.weight.pack()
 
@@ -266,8 +265,8 @@ class Decoder:
         ]  # fmt: skip
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm; of the tokens at
-        `logits_indices`, where the step says which. After the last layer's mixers only these are
+        """Hidden states [num_tokens, hidden_size] after the final norm; only of the tokens at
+        `logits_indices`, if the step has them. After the last layer's mixers only these are
         computed."""
         embedded = self.embedding(tokens, step)
         residual = (
@@ -297,14 +296,14 @@ class Decoder:
         return residual.end(self.norm, product)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
-        """Scores [num_rows, vocab_size] in the model's dtype, for the rows that need them.
+        """Logits [num_rows, vocab_size] in the model's dtype, for the rows that need them.
 
         `rows`: the adapters of these rows, not of all tokens of the step.
         """
         return self.head(hidden, rows)
 
     def weights(self) -> dict[str, Fill]:
-        """A checkpoint's tensor names, and where each goes."""
+        """A checkpoint's tensor names, with the destination of each."""
         return dict(self._weights())
 
     def _weights(self) -> Fills:
@@ -317,15 +316,15 @@ class Decoder:
         yield from self.head.weights("lm_head")
 
     def lora_parts(self) -> dict[str, SitePart]:
-        """What adapters may change, by name, and in which product it is computed."""
+        """The weights that adapters may change, by name, with their products."""
         return dict(self._lora_parts())
 
     def adapter_targets(self) -> dict[str, Target]:
-        """What adapters may change, to check their files."""
+        """The weights that adapters may change, to check adapter files."""
         return {name: part.target for name, part in self._lora_parts()}
 
     def base_rows(self) -> dict[str, BaseRows]:
-        """Weights that adapters' files may repeat: what this rank has of them."""
+        """This rank's part of the weights that adapter files may repeat."""
         return {
             "model.embed_tokens": BaseRows(self.embedding.weight, 0),
             "lm_head": self.head.base_rows(),

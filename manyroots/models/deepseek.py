@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3, R1 and Kimi K2: latent attention, and experts after a few dense layers.
 
-V2 chooses experts by softmax, V3 by sigmoids with a number of each expert that counts in the choice
-alone. Either may choose groups of experts first. V2-Lite has no latent of its queries.
+V2 chooses experts by softmax. V3 chooses by sigmoids, with a number for each expert that affects
+only the choice. Both may choose groups of experts first. V2-Lite has no latent for its queries.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TEXT_NAMES = {
     "language_model.model.": "model.",
 }
 NORM_EPS = 1e-6
-"""Of the latents' norms, whatever the config says of the others."""
+"""Epsilon of the latents' norms; the config's applies only to the others."""
 
 
 def describe_v2(reader: ConfigReader) -> ModelSpec:
@@ -78,7 +78,7 @@ def latent_model(
 
 
 def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True) -> MixerSpec:
-    """What a config says of it. `is_rotated`: whether positions count at all."""
+    """The config's latent attention. `is_rotated`: whether positions matter at all."""
     if text.num_key_value_heads != text.num_attention_heads:
         raise ModelError(
             f"the model's num_key_value_heads is {text.num_key_value_heads} and its "
@@ -107,7 +107,7 @@ def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True
 
 
 def _yarn_scale(rope: Values) -> float:
-    """What YaRN makes of scores beside the rotation: the square of its scale for all dimensions."""
+    """YaRN's factor of scores besides the rotation: the square of its scale for all dimensions."""
     by = rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not by:
         return 1.0
@@ -122,14 +122,14 @@ def _yarn_scale(rope: Values) -> float:
 
 
 def blocks(text: Any, dense: DenseSpec, sparse: SharedSpec) -> list[BlockSpec]:
-    """A few dense ones first."""
+    """Dense blocks in the first layers."""
     count = text.num_hidden_layers
     num_dense = min(text.first_k_dense_replace, count)
     return [dense if index < num_dense else sparse for index in range(count)]
 
 
 def sigmoid_experts(reader: ConfigReader, count: int | None = None) -> SharedSpec:
-    """Those of V3, and of models after it. `count`: where the config has another name for it."""
+    """The experts of V3 and of later models. `count`: if the config has another name for it."""
     renormalises = reader.text.norm_topk_prob
     return experts(
         reader,
@@ -149,7 +149,7 @@ def experts(
     has_correction: bool = False,
     count: int | None = None,
 ) -> SharedSpec:
-    """Experts beside those that every token goes through, which are one block. `bias`: of that
+    """Experts, and one block of the experts that every token goes through. `bias`: of that
     block."""
     text = reader.text
     count = text.n_routed_experts if count is None else count
@@ -181,7 +181,7 @@ def experts(
 
 
 def expert_groups(text: Any) -> ExpertGroups | None:
-    """None where all groups are chosen."""
+    """None if all groups are chosen."""
     count, chosen = text.n_group, text.topk_group
     if count is None or chosen is None or chosen > count:
         raise ModelError(
@@ -192,13 +192,13 @@ def expert_groups(text: Any) -> ExpertGroups | None:
 
 
 def of_text(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Of a model that also sees, the text model's tensors under its own names."""
+    """The text model's tensors under its own names, from a model with vision."""
     own = ((name, tensor) for name, tensor in weights if not name.startswith(_OF_IMAGES))
     return per_expert(renamed(_TEXT_NAMES)(own))
 
 
 def finish(values: Values) -> None:
-    """The rotated part is what rotations know as a head, whatever the file says."""
+    """For rotations, a head is only the rotated part, whatever the file states."""
     fill_kv_heads(values)
     values["head_dim"] = values["qk_rope_head_dim"]
 

@@ -1,8 +1,9 @@
-"""DeepSeek V4: windows of attention, and before them groups of tokens that are compressed.
+"""DeepSeek V4: attention with windows, and compressed groups of tokens before them.
 
-Layers are of three types. All see a window of tokens. Two also see entries, one for a group of few
-tokens, among which queries choose by an index, or one for a group of many. The residual is several
-streams, joined by hyper-connections. The first layers' experts follow from the token alone.
+There are three types of layers. All see a window of tokens. Two also see entries: one for each
+group of few tokens, among which queries choose by an index, or one for each group of many. The
+residual is several streams, joined by hyper-connections. In the first layers the token alone
+determines the experts.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _NAMES = tuple(
         (r"\.w3\.", ".up_proj."),
     )
 )
-"""What published checkpoints call things, and what transformers does."""
+"""The names in published checkpoints, and transformers' names."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -191,7 +192,7 @@ def _check(text: Any) -> None:
 
 
 def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Under transformers' names; without layers that draft tokens, which are not served."""
+    """Tensors with transformers' names; without layers that draft tokens, which are not served."""
     return per_expert(_renamed(weights))
 
 
@@ -236,10 +237,10 @@ def _finish(values: Values) -> None:
 
 
 def _ropes(values: Values) -> Any:
-    """Two sets, whichever way they are written: layers without groups have the first."""
+    """Two sets, from any spelling: layers without groups have the first."""
     written = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(written, dict):
-        return written  # refused where it is read
+        return written  # refused when it is read
     if isinstance(written.get(_MAIN), dict) and isinstance(written.get(_COMPRESS), dict):
         return {name: written[name] for name in (_MAIN, _COMPRESS)}
     partial = values["partial_rotary_factor"]

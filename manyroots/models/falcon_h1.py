@@ -27,7 +27,7 @@ _NORMS = {
     ".pre_ff_layernorm.": ".post_attention_layernorm.",
     "model.final_layernorm.": "model.norm.",
 }
-"""What the checkpoint calls norms, and what the decoder does."""
+"""The checkpoint's names of norms, and the decoder's."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -35,7 +35,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     text = reader.text
     bias = text.attention_bias
     attention = replace(
-        # Keys are scaled as scores are: the product of a query and a key has both factors.
+        # Keys are scaled like scores: the product of a query and a key has both factors.
         reader.attention(
             qkv_bias=bias, o_bias=bias, qk_norm=False, window=None,
             scale=reader.head_dim**-0.5 * text.key_multiplier,
@@ -56,7 +56,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def mamba(text: Any) -> MambaSpec:
-    """What a config says of Mamba-2."""
+    """The config's Mamba-2."""
     check_mamba(text)
     norm = GatedNormKind.GATE_ONLY
     if text.mamba_rms_norm:

@@ -1,8 +1,8 @@
-"""Families: the mixers of a model that remember alike.
+"""Families: the mixers of a model with equal memory.
 
-The one place from which everything about memory follows: how many page tables a request has, what
-is in an arena, what a unit takes, how memory is split. Families of pages come first, those that
-see everything before those with a window, then families of states; every room numbers them alike.
+Everything about memory follows from this list: the page tables of a request, the content of an
+arena, the size of a unit, and the split of memory. Families of pages come first, full attention
+before windows, then families of states. Every room numbers them in this order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LayerFamily:
 
     memory: Memory
     layers: tuple[int, ...]
-    """Their layers' places in the model, in order; a unit has its parts in this order, too."""
+    """Indexes of their layers in the model, in order; a unit has its parts in this order, too."""
 
     @property
     def is_state(self) -> bool:
@@ -48,22 +48,22 @@ class LayerFamily:
 
     @property
     def window(self) -> int | None:
-        """How many tokens a query sees at most; None: all, or a state of all."""
+        """The most tokens that a query sees; None: all, or a state of all."""
         return self.memory.window
 
     def unit_bytes(self, page_size: int, dtype: torch.dtype) -> int:
-        """What one page of `page_size` tokens takes, or one state, in all layers of the family."""
+        """Bytes of one page of `page_size` tokens, or of one state, in all layers of the family."""
         return self.memory.unit_bytes(page_size, len(self.layers), dtype)
 
     def make_arena(
         self, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Arena:
-        """Memory for so many units."""
+        """Memory for this many units."""
         return self.memory.make_arena(num_units, page_size, len(self.layers), dtype, device)
 
 
 def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
-    """The model with keys and values kept as `kept` says, one of --kv-cache-dtype's words."""
+    """The model with keys and values stored as `kept`, a value of --kv-cache-dtype."""
     if kept == AUTO:
         return spec
 
@@ -77,7 +77,7 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
                 mixer.memories[0].in_dtype(FP8_PAGES)  # refuses it
                 return mixer
             case ShortConvSpec() | DeltaSpec() | ChannelDeltaSpec() | MambaSpec():
-                return mixer  # a state is no page
+                return mixer  # a state is not a page
             case _:
                 assert_never(mixer)
 
@@ -86,7 +86,7 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
 
 
 def pages_in(spec: ModelSpec) -> str:
-    """How a model's keys and values are kept, in the same words."""
+    """How a model's keys and values are stored, as a value of the same flag."""
     mixers = (mixer for layer in spec.layers for mixer in layer.mixers)
     memories = (memory for mixer in mixers for memory in memories_of(mixer))
     tokens = (memory for memory in memories if isinstance(memory, KV | Latent))
@@ -106,7 +106,7 @@ def check_page_size(layers: Sequence[LayerSpec], page_size: int) -> None:
 
 
 def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
-    """Those of a model."""
+    """The families of a model."""
     found: dict[Memory, list[int]] = {}
     for index, layer in enumerate(layers):
         for mixer in layer.mixers:

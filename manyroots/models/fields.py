@@ -1,9 +1,9 @@
-"""What the numbers and names of a config may be: those that several architectures read.
+"""Allowed values of config fields that several architectures read.
 
-Takes a config's fields, as a file has them or as they are completed; raises a ModelError
-that names the field, its value and what it may be. Done before anything is made of them: a config
-class makes a list as long as there are layers, and a model memory as large as its sides. Fields
-of one architecture are in its file; `registry.py` has all of them together.
+Takes a config's fields, as written or completed; raises a ModelError that names the field, its
+value and the allowed values. This happens before they are used: a config class makes a list with an
+entry per layer, and a model allocates memory by its sizes. Fields of one architecture are in its
+file; `registry.py` has all of them together.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from manyroots.errors import ModelError
 
 Check = Callable[[Any], bool]
 Field = tuple[str, Check]
-"""What it must be, in words, and whether a value is that."""
+"""A description of the allowed values, and the check."""
 
 MAX_LAYERS = 10_000
 MAX_SIDE = 2**26
-"""Of a weight other than the vocabulary. What is below and still too large is seen by its bytes."""
+"""Largest side of a weight, except the vocabulary. Smaller models that are still too large are
+refused by their bytes."""
 MAX_VOCAB = 2**31 - 1
 """Token ids are 32-bit numbers on the device."""
 
@@ -96,11 +97,11 @@ FIELDS: dict[str, Field] = {
             value is None or (type(value) is int and 2 <= value <= MAX_SIDE and value % 2 == 0)
         ),
     ),
-    # As large as it likes: a server's context ends where its memory does.
+    # Any size: memory limits a server's context.
     "max_position_embeddings": whole(1, None),
     "rms_norm_eps": number("a number between 0 and 1", lambda value: 0 <= value <= 1),
     "hidden_act": NAME,
-    # Transformers' masks follow it, of whatever model: embedders made of decoders say false.
+    # Transformers' masks follow it for every model: embedders made from decoders set it to false.
     "is_causal": (
         "true: a model that sees later tokens can't generate",
         lambda value: value is True,
@@ -136,7 +137,7 @@ WRITTEN_FIELDS: dict[str, Field] = {
     "quantization_config": ("an object, or null", lambda v: v is None or isinstance(v, dict)),
     "transformers_weights": ("absent: weights are read from the usual files", lambda v: v is None),
 }
-"""Those of a config.json alone."""
+"""Fields of a config.json only."""
 
 POSITIVE_OR_NONE = number("a number above 0, or null", lambda value: value > 0, or_none=True)
 _FACTORS: Field = (
@@ -146,7 +147,7 @@ _FACTORS: Field = (
 ROPE_FIELDS: dict[str, Field] = {
     "rope_type": NAME,
     "rope_theta": POSITIVE,
-    # Null where the type has no use for it; where it has, computing with it is refused.
+    # Null if the type does not use it; otherwise computing with it is refused.
     "factor": POSITIVE_OR_NONE,
     "low_freq_factor": POSITIVE_OR_NONE,
     "high_freq_factor": POSITIVE_OR_NONE,
@@ -164,7 +165,7 @@ ROPE_FIELDS: dict[str, Field] = {
 
 
 def check_fields(values: Mapping[str, Any], where: str, fields: Mapping[str, Field]) -> None:
-    """Refuse the first of `values` that is not what it must be; what is absent has a default."""
+    """Refuse the first invalid value; missing fields have defaults."""
     for name, (words, check) in fields.items():
         if name in values and not check(values[name]):
             raise ModelError(
@@ -174,7 +175,7 @@ def check_fields(values: Mapping[str, Any], where: str, fields: Mapping[str, Fie
 
 
 def check_rope(parameters: Any, where: str) -> None:
-    """Of `rope_parameters`: one set of numbers, which all layers share."""
+    """Check `rope_parameters`: one set of numbers, which all layers share."""
     if not isinstance(parameters, Mapping):
         raise ModelError(
             f"rope_parameters of {where} is {shown(parameters)}; it must be an object with "
@@ -195,7 +196,7 @@ def check_rope(parameters: Any, where: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Short enough for a message, whatever it is."""
+    """Any value, short enough for a message."""
     if type(value) is int and value.bit_length() > 300:
         return f"a number of {value.bit_length()} bits"
     if isinstance(value, (list, dict)) and len(value) > 20:

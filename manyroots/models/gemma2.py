@@ -1,7 +1,7 @@
 """Gemma 2: every other layer has a window; scores and logits are capped softly.
 
-A layer has four norms, as in Gemma 3, and norms' weights are stored less one. Queries and keys are
-not normalised, and all layers turn alike.
+A layer has four norms, as in Gemma 3, and norm weights are stored minus one. Queries and keys are
+not normalised, and all layers have the same rotation.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _finish(values: Values) -> None:
 
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:
-    """That every other layer has the window, and how scores are scaled, is in no file; llama.cpp
-    fills in the same."""
+    """Files do not state which layers have the window, or how scores are scaled; llama.cpp fills in
+    the same values."""
     is_27b = values["num_hidden_layers"] == _27B_LAYERS
     width = values["hidden_size"] // values["num_attention_heads"]
     return {

@@ -1,9 +1,9 @@
-"""Gemma 3, the text model: five layers with a window to one that sees everything.
+"""Gemma 3, the text model: five layers with a window to one with full attention.
 
-A layer has four norms: before and after both of its products. Queries and keys are normalised
-per head; all norms' weights are stored less one. Windowed layers turn queries and keys by another
-base than the others. Scores are scaled by `query_pre_attn_scalar`, not by the size of the heads,
-and embeddings by the root of their width.
+A layer has four norms: before and after both of its products. Queries and keys are normalised per
+head; all norm weights are stored minus one. Layers with a window have another rotary base. Scores
+are scaled by `query_pre_attn_scalar`, not by the size of the heads, and embeddings by the square
+root of their width.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _TEXT = {
     "language_model.model.": "model.",
     "language_model.": "",
 }
-"""Where checkpoints that also see images have the text model, and where it belongs."""
+"""Names of the text model in checkpoints with vision, and its own names."""
 _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 _KINDS = (FULL, SLIDING)
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Gemma 3 from 270M to 27B; of the larger ones the text part."""
+    """Gemma 3 from 270M to 27B; of the larger ones only the text part."""
     text = reader.text
     _refuse_variants(text)
     layers, block = [], reader.dense(bias=False, activation="hidden_activation")
@@ -63,7 +63,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors under the names of the text model alone."""
+    """A checkpoint's tensors with the names of the text model."""
     for name, tensor in weights:
         if name.removeprefix("model.").startswith(_OTHER_PARTS):
             continue
@@ -95,11 +95,10 @@ _27B_LAYERS = 62
 
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:
-    """What makes a Gemma 3. Its converter wrote the window and the rotation of the layers that see
-    everything; that these are every sixth layer, and that the others turn by a base of their own
-    and are not scaled, is the same in all of them and in no file. llama.cpp and transformers
-    fill in the same numbers; newer keys for them win where a file has them.
-    """
+    """The fields that define a Gemma 3. The converter writes the window and the rotation of
+    full-attention layers. Every sixth layer has full attention; the others have their own base and
+    no scaling. This is the same for all models and is in no file. llama.cpp and transformers fill
+    in the same numbers; newer keys win if a file has them."""
     full = values["rope_parameters"]
     base = file.number("gemma3.rope.freq_base_swa", default=_LOCAL_THETA)
     layers = range(values["num_hidden_layers"])
@@ -126,7 +125,7 @@ def _finish(values: Values) -> None:
 
 
 def without_offset(part: str, tensor: Tensor, spec: ModelSpec) -> Tensor:
-    """A converter adds the norms' offset; taken off in float32, as transformers does."""
+    """A converter adds the norms' offset; removed in float32, as transformers does."""
     return tensor - 1.0 if part.endswith("_norm") else tensor
 
 
@@ -135,7 +134,7 @@ IN_BLOCK = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""Of a GGUF file, by the names of a layer with four norms."""
+"""Names of a layer with four norms in a GGUF file."""
 _TYPE = ConfigType(
     {
         "vocab_size": 262208,

@@ -1,8 +1,8 @@
-"""A config from a GGUF file's metadata.
+"""Makes a config from a GGUF file's metadata.
 
-Takes an open `GGUFFile`; gives what a `config.json` and a `generation_config.json` would have
-said: the config object, the end-of-sequence tokens and the file's own rotary factors. Everything
-that the metadata says and this version can't compute is refused here.
+Takes an open `GGUFFile`; gives the content of a `config.json` and a `generation_config.json`: the
+config object, the end-of-sequence tokens and the file's own rotary factors. Refuses metadata that
+this version cannot compute.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ENDS = frozenset({
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>",
 })  # fmt: skip
-"""Tokens that end a sequence by their text: llama.cpp's rule, on which converters rely. Files of
-Gemma name <eos> alone, and a turn of its ends with another."""
+"""Texts of tokens that end a sequence: llama.cpp's rule, on which converters rely. Files of Gemma
+name only <eos>, but its turns end with another token."""
 
 
 def config_of(file: GGUFFile) -> Config:
@@ -39,9 +39,9 @@ def config_of(file: GGUFFile) -> Config:
     refuse_unread(file, form, values["head_dim"])
     window = gguf_window(file)
     if window:
-        # Of all layers. Like transformers, llama.cpp counts the query itself.
+        # For all layers. Like transformers, llama.cpp counts the query itself.
         values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    # Before the config is made: it has a list as long as there are layers.
+    # Before the config is made: it has a list with an entry per layer.
     check_fields(values, f"the metadata of {file.path}", FIELDS)
     values |= form.config(file, values)
     check_fields(values, f"the metadata of {file.path}", FIELDS)
@@ -56,7 +56,7 @@ def config_of(file: GGUFFile) -> Config:
 
 
 def _form_of(file: GGUFFile) -> tuple[str, GgufForm]:
-    """The architecture's name in a config, and how its files are written."""
+    """The architecture's name in a config, and the form of its files."""
     arch = str(file.metadata.get("general.architecture"))
     forms = [(name, known.gguf) for name, known in ARCHITECTURES.items() if known.gguf is not None]
     same = [(name, form) for name, form in forms if form.name == arch]
@@ -76,12 +76,12 @@ def _form_of(file: GGUFFile) -> tuple[str, GgufForm]:
             if has_experts
             else f"{file.path} is of architecture {arch!r} and has no experts; convert it again."
         )
-    # The last that claims the file: the general one of a name comes first.
+    # The last form that matches the file: the general one of a name comes first.
     return next((name, form) for name, form in reversed(same) if form.is_meant(file))
 
 
 def _dtype(file: GGUFFile) -> str:
-    """float32 if every matrix is written so; else what models that are quantized were made in."""
+    """float32 if every matrix has it; otherwise the dtype from which quantized models were made."""
     kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return "float32" if kinds == {_F32} else "bfloat16"
 
@@ -100,7 +100,7 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
 
 
 def rope_factors(file: GGUFFile) -> tuple[float, ...] | None:
-    """Llama 3's scaling as GGUF files carry it: what each rotary frequency is divided by."""
+    """Llama 3's scaling in GGUF files: a divisor for each rotary frequency."""
     if ROPE_FACTORS not in file.tensors:
         return None
     factors = file.read(ROPE_FACTORS).reshape(-1)
@@ -150,7 +150,7 @@ def _rope_parameters(file: GGUFFile, form: GgufForm) -> Values:
     prefix = f"{arch}.rope.scaling"
     theta = file.number(f"{arch}.rope.freq_base", default=form.theta)
     older = file.number(f"{arch}.rope.scale_linear", default=0.0)
-    # Zero is how a file says that there is none.
+    # Zero means none.
     factor = file.number(f"{prefix}.factor", default=older) or 1.0
     # llama.cpp's rule: a factor alone is linear.
     kind = file.metadata.get(f"{prefix}.type", "none" if factor == 1.0 else "linear")

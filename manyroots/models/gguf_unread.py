@@ -1,7 +1,7 @@
-"""Metadata of GGUF files that changes what a model computes and that this version does not compute.
+"""GGUF metadata that changes what a model computes and that this version does not support.
 
-Takes an open `GGUFFile`; raises a ModelError that names the key and its value where it is not the
-one that changes nothing. Keys that only describe, and those of other rooms, pass.
+Takes an open `GGUFFile`; raises a ModelError that names the key and its value, unless the value
+changes nothing. Descriptive keys, and those of other rooms, pass.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "swiglu_clamp_shexp": (),
     "use_parallel_residual": (),
 }
-"""By key, without the architecture in front: the values that change nothing, beside zero."""
+"""By key, without the architecture's prefix: values besides zero that change nothing."""
 _HEAD_SIZES = (
     "attention.key_length_swa",
     "attention.value_length",
     "attention.value_length_swa",
     "rope.dimension_count_swa",
 )
-"""Those of which there is one size here."""
+"""Keys with only one supported size."""
 
 
 def refuse_unread(file: GGUFFile, form: GgufForm, head_dim: int) -> None:
-    """Of what a file says, refuse what would be ignored."""
+    """Refuse metadata that would otherwise be ignored."""
     neutral = _NEUTRAL | dict.fromkeys(_HEAD_SIZES, (head_dim,))
     neutral["attention.scale"] = (_as_float32(head_dim**-0.5),)
     for key, values in neutral.items():
@@ -77,5 +77,5 @@ def refuse_unread(file: GGUFFile, form: GgufForm, head_dim: int) -> None:
 
 
 def _as_float32(number: float) -> float:
-    """As a file has it."""
+    """The number as a file stores it."""
     return float(np.float32(number))

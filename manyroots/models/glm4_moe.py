@@ -1,7 +1,7 @@
 """GLM-4.5 and GLM-4.6: experts chosen by sigmoids, with a shared block, after a few dense layers.
 
-Half of each head is turned. Larger models normalise queries and keys per head. Each expert has a
-number that counts in the choice and not in the weight.
+Half of each head is rotated. Larger models normalise queries and keys per head. Each expert has a
+number that affects the choice but not the weight.
 """
 
 from __future__ import annotations

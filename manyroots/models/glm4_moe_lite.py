@@ -25,7 +25,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def block_types(kinds: list[str], count: int) -> list[str]:
-    """What each layer's feed-forward block is; refuses what is none."""
+    """The kind of each layer's feed-forward block; refuses unknown kinds."""
     if len(kinds) != count or set(kinds) - {DENSE, SPARSE}:
         raise ModelError(
             f"the model has {count} layers, and its mlp_layer_types {len(kinds)} entries "

@@ -1,7 +1,7 @@
-"""gpt-oss: layers with a window of 128 and layers that see everything, in turn; all of experts.
+"""gpt-oss: alternating layers with a window of 128 and with full attention; all with experts.
 
-Every head has a sink, a score that takes weight and gives nothing. There are biases everywhere.
-Experts are gated by a swish that is clamped; the router's weights are a softmax over those chosen.
+Every head has a sink, a score that takes weight and adds no value. All products have biases.
+Experts are gated by a clamped swish; the router's weights are a softmax over the chosen experts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def experts(reader: ConfigReader) -> ExpertsSpec:
-    """What a config says of its experts."""
+    """The config's experts."""
     text = reader.text
     limit = getattr(text, "swiglu_limit", CLAMP_LIMIT)
     alpha = getattr(text, "swiglu_alpha", CLAMP_ALPHA)
@@ -71,8 +71,8 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """One matrix and one bias for each projection of each expert.
 
-    A checkpoint has them stacked, and gates and ups by turns: matrices as [expert, in, out], or in
-    MXFP4 as [expert, out, groups of in], numbers and exponents apart.
+    A checkpoint has them stacked, with gates and ups interleaved: matrices as [expert, in, out], or
+    in MXFP4 as [expert, out, groups of in], with separate numbers and exponents.
     """
     waiting: dict[str, Tensor] = {}
     for name, tensor in weights:

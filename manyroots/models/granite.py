@@ -1,6 +1,6 @@
 """Granite 3, dense: Llama with factors from the config.
 
-Embeddings, scores, what layers add and logits each have one, as in Granite 4.
+Embeddings, scores, layer outputs and logits have one factor each, as in Granite 4.
 """
 
 from __future__ import annotations

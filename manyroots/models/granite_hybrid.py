@@ -1,7 +1,7 @@
 """Granite 4 hybrids: many layers of Mamba-2 to one of attention, with experts or without.
 
-Attention turns nothing in most of them. Embeddings, scores, what layers add and logits have factors
-from the config. Beside the experts there is a shared block; in dense models it is all there is.
+Attention has no rotation in most of them. Embeddings, scores, layer outputs and logits have factors
+from the config. There is a shared block beside the experts; dense models have only that.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _STACKED = {
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
     ".block_sparse_moe.router.layer.weight": ".block_sparse_moe.router.weight",
 }
-"""What published checkpoints call them, and newer ones."""
+"""The names in published checkpoints, and newer names."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Granite 4.0 H from 350M to Small, and the ones without Mamba of the same architecture."""
+    """Granite 4.0 H from 350M to Small, and those of the same architecture without Mamba."""
     text, block = reader.text, feed_forward(reader)
     bias = text.attention_bias
     attention = reader.attention(
@@ -71,7 +71,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def mamba(text: Any) -> MambaSpec:
-    """What a config says of its Mamba-2 layers."""
+    """The config's Mamba-2 layers."""
     check_mamba(text)
     return MambaSpec(
         num_heads=text.mamba_n_heads,
@@ -89,7 +89,7 @@ def mamba(text: Any) -> MambaSpec:
 
 
 def check_mamba(text: Any) -> None:
-    """Refuse what the kernels don't compute."""
+    """Refuse what the kernels do not support."""
     heads, groups = text.mamba_n_heads, text.mamba_n_groups
     if heads % groups:
         raise ModelError(
@@ -110,7 +110,7 @@ def check_mamba(text: Any) -> None:
 
 
 def feed_forward(reader: ConfigReader) -> BlockSpec:
-    """The shared block, beside experts where there are any."""
+    """The shared block, with experts if there are any."""
     text = reader.text
     shared = DenseSpec(
         intermediate_size=text.shared_intermediate_size,
@@ -133,7 +133,7 @@ def feed_forward(reader: ConfigReader) -> BlockSpec:
 
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Experts one by one, whichever names their stacks have."""
+    """Experts one by one, for either name of their stacks."""
     return per_expert(renamed(_STACKED)(weights))
 
 

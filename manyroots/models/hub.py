@@ -14,8 +14,8 @@ _WEIGHT_FILES = ["*.safetensors"]
 
 
 def download_folder(hub_id: str, revision: str | None, *, with_weights: bool) -> Path:
-    """Fetch what is missing of a model's files; those already here are not asked for again."""
-    # Imported here: local models need none of it, and it takes a third of a second.
+    """Fetch missing files of a model; local ones are not requested again."""
+    # Imported here: local models do not need it, and it takes a third of a second.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -1,7 +1,7 @@
-"""Which set of kernels computes a model on a device, and what a step may hold there.
+"""Chooses the kernel set of a model on a device, and limits its steps.
 
 Takes a description and a device; gives the device's own kernels, or the references with a warning
-where those lack something. Said at load, before anything is computed.
+if those lack something. Decided at load, before anything is computed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from manyroots.models.spec import ModelSpec
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
 LEAST_STATE_SIDE, MOST_STATE_SIDE = 16, 256
 EXPERT_SIDE = 8
-"""Experts' sides are multiples of it, so that rows are whole 16-byte loads."""
+"""Experts' sides must be multiples of this, so that rows are whole 16-byte loads."""
 
 logger = logging.getLogger(__name__)
 
 
 def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
-    """The fastest kernels that compute this model there."""
+    """The fastest kernels that support this model there."""
     reason = why_not_triton(spec) if device.type == "cuda" else None
     if reason is None:
         return kernels_for(device)
@@ -44,7 +44,7 @@ def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
 
 
 def why_not_triton(spec: ModelSpec) -> str | None:
-    """What keeps a model from the GPU's kernels; None if nothing does."""
+    """The reason that a model cannot use the GPU's kernels; None if it can."""
     for layer in spec.layers:
         for mixer in layer.mixers:
             reason = _why_not(mixer)
@@ -58,7 +58,7 @@ def why_not_triton(spec: ModelSpec) -> str | None:
 
 
 def _why_not(mixer: MixerSpec) -> str | None:
-    """Of one mixer: heads' and states' sides are those of products in registers."""
+    """For one mixer: the sides of heads and states must suit products in registers."""
     match mixer:
         case AttentionSpec():
             dim = mixer.memory.head_dim
@@ -89,8 +89,8 @@ def _is_side(size: int, least: int, most: int) -> bool:
 def check_step(
     spec: ModelSpec, device: torch.device, *, max_num_tokens: int, max_num_rows: int
 ) -> None:
-    """Refuse, before anything is loaded, steps that no launch on a GPU could hold: a grid's second
-    and third sides end at 65,535, and rows that attend are counted by key-value head."""
+    """Refuse, before anything is loaded, steps that exceed a launch on a GPU. A grid's second and
+    third dimensions end at 65,535, and attending rows are counted by key-value head."""
     if device.type != "cuda":
         return
     if max_num_tokens > MAX_GRID_SIDE:
@@ -101,7 +101,7 @@ def check_step(
     kv_heads = max((_kv_heads(mixer) for layer in spec.layers for mixer in layer.mixers), default=0)
     if not kv_heads:
         return
-    # A row that attends begins query blocks of its own, each cut into up to four programs.
+    # An attending row starts its own query blocks, each split into up to four programs.
     most_rows = min(NUM_COUNTERS // kv_heads, MAX_GRID_SIDE // 8)
     if max_num_rows > most_rows:
         raise ConfigError(
@@ -111,7 +111,7 @@ def check_step(
 
 
 def _kv_heads(mixer: MixerSpec) -> int:
-    """By which rows that attend are counted; 0: its rows don't."""
+    """Key-value heads by which attending rows are counted; 0 if its rows do not attend."""
     match mixer:
         case AttentionSpec():
             return mixer.memory.kv_heads

@@ -1,6 +1,6 @@
 """Kimi Linear: delta attention with a decay for each channel, and a few layers of latent attention.
 
-Nothing is rotated: the part of keys that all heads share is as it is. Experts are those of
+Nothing is rotated, including the part of keys that all heads share. Experts are those of
 DeepSeek-V3, after a dense layer.
 """
 
@@ -37,7 +37,7 @@ _NAMES = {
     ".w2.weight": ".down_proj.weight",
     ".w3.weight": ".up_proj.weight",
 }
-"""What the published checkpoint calls things, and what transformers does."""
+"""The names in the published checkpoint, and transformers' names."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -80,7 +80,7 @@ def _refuse_rotation(text: Any) -> None:
 
 
 def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Under transformers' names; convolutions apart, experts one by one."""
+    """Tensors with transformers' names; separate convolutions, experts one by one."""
     return per_expert(_apart(renamed(_NAMES)(weights)))
 
 

@@ -16,11 +16,11 @@ _NORMS = {
     ".k_layernorm.": ".k_norm.",
     ".embedding_norm.": ".norm.",
 }
-"""What the checkpoint calls norms, and what the decoder does."""
+"""The checkpoint's names of norms, and the decoder's."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """The dense ones."""
+    """The dense models."""
     text, block = reader.text, dense(reader)
     convolution = ShortConvSpec(
         channels=text.hidden_size, width=text.conv_L_cache, bias=text.conv_bias
@@ -37,7 +37,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def dense(reader: ConfigReader) -> DenseSpec:
-    """The feed-forward block, whose width some configs give before it is adjusted."""
+    """The feed-forward block; some configs give its width before adjustment."""
     text = reader.text
     inner = text.intermediate_size
     if text.block_auto_adjust_ff_dim:

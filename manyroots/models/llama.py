@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, and all that calls itself so: the plain decoder."""
+"""Llama 2 and 3, SmolLM2, and all models with that architecture name: the plain decoder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manyroots.models.weights.gguf_file import GGUFFile
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """All layers alike."""
+    """All layers are equal."""
     text = reader.text
     bias = text.attention_bias
     layer = LayerSpec(
@@ -38,7 +38,7 @@ def _finish(values: Values) -> None:
 
 
 def biases(file: GGUFFile, values: Values) -> Values:
-    """A file has no key for them."""
+    """Files have no key for biases."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,

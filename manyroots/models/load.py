@@ -1,7 +1,7 @@
-"""A source made into a model with its weights in place.
+"""Loads a source into a model.
 
 Takes a `ModelSource`, a dtype and a device; gives a model. Every weight of the model is filled
-exactly once from the checkpoint or loading fails with the names: nothing is left at random.
+exactly once from the checkpoint, or loading fails with the names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def describe(source: ModelSource) -> ModelSpec:
     text = source.config.get_text_config()
     values = {name: getattr(text, name) for name in FIELDS if hasattr(text, name)}
     check_fields(values, source.name, FIELDS)
-    weight_format(source.config)  # refuses what can't be read
+    weight_format(source.config)  # refuses unreadable formats
     reader = ConfigReader(
         source.config,
         architecture,
@@ -100,8 +100,8 @@ def load_model(
 
 
 def rehearse(model: Decoder, source: ModelSource) -> None:
-    """Look at other weights of the same model as `refill` will, and change nothing: what does not
-    fit is told here."""
+    """Check other weights of the same model like `refill`, without changing anything: raises if
+    they do not fit."""
     stored, kept = weight_format(source.config), model.format
     fits = stored.name == kept.name if kept.is_stored else stored.reads_as_numbers
     if not fits:
@@ -121,8 +121,8 @@ def rehearse(model: Decoder, source: ModelSource) -> None:
 
 
 def refill(model: Decoder, source: ModelSource) -> None:
-    """Other weights of the same model, into the same places; only after `rehearse`, since whatever
-    fails here leaves a model that is neither."""
+    """Load other weights of the same model in place; only after `rehearse`, since an error here
+    leaves the model half-filled."""
     fills = model.weights()
     fill(fills, _weights(source, _spec_for(model, source), fills, "auto", 0), source.name)
     model.pack_weights()
@@ -138,7 +138,7 @@ def _spec_for(model: Decoder, source: ModelSource) -> ModelSpec:
 def _as_in_the_checkpoint(
     spec: ModelSpec, source: ModelSource, load_format: str, dtype: torch.dtype
 ) -> ModelSpec:
-    """With a head of its own where the config calls it tied and the weights differ."""
+    """With a separate head if the config calls it tied and the weights differ."""
     if not spec.tie_word_embeddings or load_format == "dummy" or source.kind is SourceKind.GGUF:
         return spec  # a GGUF file is tied if it has no head
     translate = known_architecture(spec.architecture).translate
@@ -152,7 +152,7 @@ def fill(
     *,
     is_rehearsal: bool = False,
 ) -> None:
-    """Copy each tensor to its place; what is missing, unknown or misshapen is an error.
+    """Copy each tensor to its destination; missing, unknown or misshapen tensors are errors.
     `is_rehearsal`: copy nothing."""
     missing = set(fills)
     unexpected = []
@@ -216,7 +216,7 @@ def _weights(
 
 
 def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Refuse scales of keys and values, which pages in FP8 have none of here."""
+    """Refuse scales of keys and values, which FP8 pages do not support here."""
     for name, tensor in weights:
         if name.endswith(_OF_PAGES) and bool((tensor != 1).any()):
             raise ModelError(
@@ -237,7 +237,7 @@ def _without_layers_from(
 
 
 def _is_harmless(name: str) -> bool:
-    """Tensors that old checkpoints carry and that follow from the config."""
+    """Tensors in old checkpoints that follow from the config."""
     return name.endswith("rotary_emb.inv_freq")
 
 

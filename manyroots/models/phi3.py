@@ -1,6 +1,6 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: Llama with fused products and, in the newer ones, longrope.
 
-Queries, keys and values are one product, and so are gate and up. Phi-4-mini turns three quarters
+Queries, keys and values are one product, and so are gate and up. Phi-4-mini rotates three quarters
 of each head.
 """
 

@@ -1,6 +1,6 @@
-"""What a config says of quantized weights, what the user asks for, and which format that is.
+"""Chooses the weight format from the config's quantization and the user's flag.
 
-Each format reads its own part of a config (`layers/weights/`); this file knows their names alone.
+Each format reads its own part of a config (`layers/weights/`); this file knows only their names.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FORMATS: dict[str, type[WeightFormat]] = {
     "mxfp4": Mxfp4Format,
     "int8": Int8Format,
 }
-"""By what --quantization calls them; a new format is a file in `layers/weights` and a line here."""
+"""By the values of --quantization; a new format is a file in `layers/weights` and a line here."""
 _SIDE = 128
-"""Of a matrix by which formats' bytes are compared."""
+"""Side of a matrix by which the bytes of formats are compared."""
 
 
 def weight_format(config: Any, asked: str = "auto") -> WeightFormat:
@@ -51,21 +51,21 @@ def weight_format(config: Any, asked: str = "auto") -> WeightFormat:
 
 
 def format_on(device: torch.device, config: Any, asked: str) -> WeightFormat:
-    """What `weight_format` says, unless the device multiplies other numbers faster."""
+    """The result of `weight_format`, unless the device multiplies another form faster."""
     return weight_format(config, asked).on(device, is_asked=asked in FORMATS)
 
 
 def itemsizes_on(
     device: torch.device, config: Any, asked: str, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """Bytes of a number of the layers' products, and of experts'."""
+    """Bytes per number of the layers' products, and of experts."""
     kept = format_on(device, config, asked)
     count = _SIDE * _SIDE
     return kept.num_bytes(count, dtype) / count, kept.expert_bytes(_SIDE, _SIDE, dtype) / count
 
 
 def keeps_blocks(asked: str, source: ModelSource, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether 4-bit weights are multiplied as they are; `asked` is --quantization."""
+    """Whether 4-bit weights are multiplied without conversion; `asked` is --quantization."""
     if asked != W4A8:
         return False
     if source.kind is not SourceKind.GGUF:
@@ -83,7 +83,7 @@ def keeps_blocks(asked: str, source: ModelSource, dtype: torch.dtype, device: to
 
 
 def product_of_blocks(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
-    """What computes x W^T + b [..., k] from 4-bit blocks; None where the weight has none."""
+    """Computes x W^T + b [..., k] from 4-bit blocks; None if the weight has none."""
     matrix = pack_blocks(weight)
     if matrix is None:
         return None
@@ -96,12 +96,12 @@ def product_of_blocks(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor],
 
 
 def as_in_prompts(x: Tensor) -> Tensor:
-    """Activations [..., k] as products of many rows with FP8 weights take them on a GPU."""
+    """Activations [..., k] as a GPU rounds them for products of many rows with FP8 weights."""
     return _rounded(x, Fp8Form(1, x.shape[-1]))
 
 
 def as_in_decodes(x: Tensor) -> Tensor:
-    """The same as products of few rows take them."""
+    """The same for products of few rows."""
     return _rounded(x, Fp8Form(2, None))
 
 
@@ -111,7 +111,7 @@ def _rounded(x: Tensor, form: Fp8Form) -> Tensor:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The config's own words."""
+    """The config's own entry."""
     said = getattr(config, "quantization_config", None)
     if said is None:
         return None

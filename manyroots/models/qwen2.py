@@ -38,7 +38,7 @@ def drop_unused_window(values: Values) -> None:
 
 
 def finish(values: Values) -> None:
-    """Of Qwen2 and Qwen3 alike."""
+    """Shared by Qwen2 and Qwen3."""
     drop_unused_window(values)
     fill_kv_heads(values)
     window, first = values["sliding_window"], values["max_window_layers"]

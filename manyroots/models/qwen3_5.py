@@ -1,6 +1,6 @@
 """Qwen3.5, dense and with experts: the layers of Qwen3-Next, with other names for some weights.
 
-The delta net's projections are four. Checkpoints also see images; their text part is served.
+The delta net has four projections. Checkpoints also have vision; only their text part is served.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def describe_moe(reader: ConfigReader) -> ModelSpec:
-    """Qwen3.5-35B-A3B and larger, whose config has no word on the weights of the chosen experts:
-    they always add up to one."""
+    """Qwen3.5-35B-A3B and larger. The config does not mention the weights of chosen experts: they
+    always add up to one."""
     block = shared_experts(reader, renormalises=True)
     return hybrid(reader, [block] * reader.text.num_hidden_layers, is_fused=False)
 
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors under the names of the text model alone, experts one by one."""
+    """A checkpoint's tensors with the names of the text model, experts one by one."""
     return per_expert(_of_text(weights))
 
 

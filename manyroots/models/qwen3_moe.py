@@ -1,6 +1,6 @@
 """Qwen3 mixture of experts: Qwen3 whose feed-forward blocks are experts chosen by a router.
 
-Layers that the config excepts, by name (`mlp_only_layers`) or by rhythm (`decoder_sparse_step`),
+Layers that the config excludes, by name (`mlp_only_layers`) or by interval (`decoder_sparse_step`),
 have the dense block of Qwen3.
 """
 
@@ -20,7 +20,7 @@ from manyroots.models.windows import of_every_layer
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Qwen3-30B-A3B, Qwen3-235B-A22B and their kin."""
+    """Qwen3-30B-A3B, Qwen3-235B-A22B and similar models."""
     text = reader.text
     bias, sparse = text.attention_bias, sparse_layers(text)
     block = experts(reader, renormalises=text.norm_topk_prob) if sparse else None
@@ -33,8 +33,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def experts(reader: ConfigReader, *, renormalises: bool) -> ExpertsSpec:
-    """What a config says of its experts. `renormalises`: whether the chosen ones' weights add up
-    to one."""
+    """The config's experts. `renormalises`: whether the chosen experts' weights add up to one."""
     return reader.experts(
         reader.text.num_experts,
         intermediate_size=reader.text.moe_intermediate_size,
@@ -43,7 +42,7 @@ def experts(reader: ConfigReader, *, renormalises: bool) -> ExpertsSpec:
 
 
 def sparse_layers(config: Any) -> frozenset[int]:
-    """The layers that have experts: every `decoder_sparse_step`th, less those named dense."""
+    """The layers with experts: every `decoder_sparse_step`th, except those named dense."""
     step = config.decoder_sparse_step
     if step < 1:
         raise ModelError(
@@ -62,8 +61,8 @@ def _finish(values: Values) -> None:
 
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:
-    """Such files have experts in every layer, whose weights add up to one unless a newer key says
-    otherwise: most have none for it."""
+    """Such files have experts in every layer. Their weights add up to one unless a newer key, which
+    most files lack, states otherwise."""
     return {
         "num_experts": file.whole("qwen3moe.expert_count"),
         "num_experts_per_tok": file.whole("qwen3moe.expert_used_count"),

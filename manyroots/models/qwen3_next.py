@@ -1,8 +1,8 @@
 """Qwen3-Next: three layers of gated delta nets to one of gated attention, all with experts.
 
-Attention has a gate for each head in its query product, turns a quarter of each head and, as all
-norms here but the delta net's own, normalises with weights that are stored less one. Beside the
-experts there is a shared one, with a gate of its own.
+Attention has a gate for each head in its query product and rotates a quarter of each head. All
+norms except the delta net's own have weights that are stored minus one. There is a shared expert
+with its own gate.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from manyroots.models.weights.experts import per_expert
 from manyroots.models.windows import FULL
 
 _DRAFTING = "mtp."
-"""What guesses tokens ahead: weights of another model, which is not served."""
+"""Prefix of layers that predict tokens ahead, which are not served."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Qwen3-Next-80B-A3B and its kin."""
+    """Qwen3-Next-80B-A3B and similar models."""
     text = reader.text
     block = shared_experts(reader, renormalises=text.norm_topk_prob)
     sparse = sparse_layers(text)
@@ -70,7 +70,7 @@ def hybrid(reader: ConfigReader, blocks: list[BlockSpec], *, is_fused: bool) -> 
 
 
 def delta_net(text: Any, *, is_fused: bool) -> DeltaSpec:
-    """What a config says of its delta nets."""
+    """The config's delta nets."""
     heads, key_heads = text.linear_num_value_heads, text.linear_num_key_heads
     if heads % key_heads:
         raise ModelError(
@@ -93,7 +93,7 @@ def delta_net(text: Any, *, is_fused: bool) -> DeltaSpec:
 
 
 def shared_experts(reader: ConfigReader, *, renormalises: bool) -> SharedSpec:
-    """Experts, and the one that every token goes through."""
+    """Experts, and the shared one that every token goes through."""
     return SharedSpec(
         experts=experts(reader, renormalises=renormalises),
         shared=DenseSpec(
@@ -107,17 +107,17 @@ def shared_experts(reader: ConfigReader, *, renormalises: bool) -> SharedSpec:
 
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Without the weights that draft, and experts one by one."""
+    """Without the drafting layers, and experts one by one."""
     return per_expert((name, tensor) for name, tensor in weights if not is_drafting(name))
 
 
 def is_drafting(name: str) -> bool:
-    """Whether a tensor is of the part that guesses tokens ahead."""
+    """Whether a tensor belongs to the layers that predict tokens ahead."""
     return name.removeprefix("model.").startswith(_DRAFTING)
 
 
 def finish(values: Values) -> None:
-    """Of Qwen3-Next and Qwen3.5 alike."""
+    """Shared by Qwen3-Next and Qwen3.5."""
     if "mlp_only_layers" in values:
         values["mlp_only_layers"] = values["mlp_only_layers"] or []
     period = values.get("full_attention_interval", 4)

@@ -1,4 +1,4 @@
-"""Architecture names, as checkpoints spell them, and the file that knows each."""
+"""Architecture names, as in checkpoints, and the file of each."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONFIG_TYPES: dict[str, ConfigType] = {
     for model_type, known in architecture.configs.items()
 }
 FIELDS: dict[str, Field] = dict(fields.FIELDS)
-"""Every number and name that is read from a config, with what it may be."""
+"""Every number and name that is read from a config, with its allowed values."""
 for _architecture in ARCHITECTURES.values():
     _twice = FIELDS.keys() & _architecture.fields.keys()
     assert not _twice, f"{_twice} of two architectures; they belong into fields.py"
@@ -64,7 +64,7 @@ _BY_MODEL_TYPE = {next(iter(known.configs)): name for name, known in ARCHITECTUR
 
 
 def architecture_of(config: Any) -> str:
-    """The name a config goes by; configs that leave it out go by their model type."""
+    """The architecture name of a config; configs without one use their model type."""
     names = getattr(config, "architectures", None) or []
     if not names:
         return _BY_MODEL_TYPE.get(config.model_type, str(config.model_type))
@@ -80,7 +80,7 @@ def architecture_of(config: Any) -> str:
 
 
 def known_architecture(name: str) -> Architecture:
-    """How to read an architecture, or a ModelError that lists those there are."""
+    """The entry of an architecture; raises a ModelError that lists the supported ones."""
     try:
         return ARCHITECTURES[name]
     except KeyError:

@@ -1,10 +1,10 @@
-"""What a step must read at least, and what a prompt must compute: the floors under a figure.
+"""Lower bounds: the bytes that a step must read, and the operations of a prompt.
 
 Takes a model's spec; gives bytes of a decode step and operations of a prompt, counted, not
-measured. A decode step reads every weight of its products once, of experts the number that so many
-tokens are expected to choose; the keys and values that each row sees; each row's state, which it
-also writes; and the adapters of its rows. A prompt's operations are those of its weights' products
-alone: attention and scans are not counted, though their time is.
+measured. A decode step reads every weight of its products once (of experts, the number that this
+many tokens are expected to choose). It also reads the keys and values that each row sees and the
+adapters of its rows, and reads and writes each row's state. A prompt's operations are only those of
+its weights' products: attention and scans are not counted, though they take time.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from manyroots.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Of one model in one dtype."""
+    """The bounds of one model in one dtype."""
 
     spec: ModelSpec
     dtype: torch.dtype
     weight_itemsize: float
-    """Of the layers' products: less than the dtype's where they are kept in FP8."""
+    """Bytes per number of the layers' products: less than the dtype's if they are in FP8."""
     expert_itemsize: float | None = None
-    """Of experts alone; None: the same."""
+    """Bytes per number of experts only; None: the same."""
 
     def decode_bytes(self, batch: int, context: float) -> float:
-        """What a step of `batch` rows reads and writes at least, with so many tokens each."""
+        """The least bytes that a step of `batch` rows reads and writes, with this many tokens
+        each."""
         return self.weight_bytes(batch) + batch * self.row_bytes(context)
 
     def weight_bytes(self, num_tokens: int) -> float:
-        """The weights that a step of so many tokens is expected to read; of the embedding its
-        tokens' rows alone."""
+        """The weights that a step of this many tokens is expected to read; of the embedding only
+        its tokens' rows."""
         hidden, size = self.spec.hidden_size, self.dtype.itemsize
         layers = sum(
             sum(mixer.num_weights(hidden) for mixer in layer.mixers)
@@ -53,7 +54,7 @@ class Roofline:
         return total
 
     def _of_experts(self, num_tokens: int) -> float:
-        """Of the layers' weights that are read, those in experts."""
+        """The part of the read weights that is in experts."""
         blocks = (layer.experts for layer in self.spec.layers)
         return sum(
             expected_experts(block, num_tokens) * _of_one(block, self.spec.hidden_size)
@@ -62,8 +63,8 @@ class Roofline:
         )
 
     def row_bytes(self, context: float) -> float:
-        """What one row's memory costs a step: keys and values that it sees are read, its states
-        are read and written."""
+        """The bytes of one row's memory in a step: keys and values are read, states are read and
+        written."""
         total = 0.0
         for family in families(self.spec.layers):
             total += family.unit_bytes(1, self.dtype) * family.memory.units_read(context)
@@ -72,8 +73,8 @@ class Roofline:
     def adapter_bytes(
         self, targets: Iterable[Target], rank: int, num_adapters: int, batch: int
     ) -> float:
-        """What `num_adapters` of this rank on these targets add to a step's reads; of experts the
-        pairs of adapter and expert that are expected."""
+        """Bytes that `num_adapters` of this rank on these targets add to a step; for experts the
+        expected pairs of adapter and expert."""
         used = min(num_adapters, batch)
         if not used:
             return 0.0
@@ -87,7 +88,8 @@ class Roofline:
         return total * self.dtype.itemsize
 
     def prompt_flops(self, batch: int, prompt_len: int) -> float:
-        """Of the weights' products for `batch` prompts; scores are computed of the last tokens."""
+        """Operations of the weights' products for `batch` prompts; logits only for the last
+        tokens."""
         hidden = self.spec.hidden_size
         by_token = sum(
             sum(mixer.num_weights(hidden) for mixer in layer.mixers)
@@ -98,7 +100,7 @@ class Roofline:
 
 
 def expected_experts(spec: ExpertsSpec, num_tokens: float) -> float:
-    """How many different ones so many tokens choose, if each chooses at random."""
+    """The expected number of different experts that this many tokens choose at random."""
     missed = 1.0 - spec.experts_per_token / spec.num_experts
     return spec.num_experts * (1.0 - math.pow(missed, num_tokens))
 
@@ -115,7 +117,7 @@ def _weights_read(spec: BlockSpec | None, hidden: int, num_tokens: int) -> float
 
 
 def _weights_used(spec: BlockSpec | None, hidden: int) -> float:
-    """By one token."""
+    """Weights used by one token."""
     if spec is None:
         return 0.0
     if isinstance(spec, SharedSpec):

@@ -1,8 +1,8 @@
 """A rank's part of a description and of an adapter.
 
-Takes whole things (a spec, an adapter's pairs) and a rank's place; gives that rank's part. Which
-side of a weight is cut its layer says, to checkpoints (`layers/weights/fill.py`) and to adapters
-(`lora/targets.py`) alike.
+Takes whole objects (a spec, an adapter's pairs) and a rank's index; gives that rank's part. A
+weight's layer defines the side that is cut, for checkpoints (`layers/weights/fill.py`) and for
+adapters (`lora/targets.py`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _rank_experts(block: ExpertsSpec, divide: Divide) -> ExpertsSpec:
 
 
 def cut_adapter(weights: AdapterWeights, shard: Shard, targets: Targets) -> AdapterWeights:
-    """The rank's part of an adapter, in memory of its own; its digest is still the whole one's.
-    `targets`: what the rank has of each weight."""
+    """The rank's part of an adapter, in separate memory; it keeps the digest of the whole.
+    `targets`: the rank's part of each weight."""
     if shard.is_whole:
         return weights
     cut = {name: _cut_pair(pair, shard, targets[name]) for name, pair in weights.pairs.items()}
@@ -79,7 +79,7 @@ def cut_adapter(weights: AdapterWeights, shard: Shard, targets: Targets) -> Adap
 
 
 def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, Target]:
-    """What adapters may change of the whole model, given a rank's part: files are of the whole."""
+    """The targets of the whole model, from a rank's part: files describe the whole."""
     whole = {}
     for name, target in targets.items():
         match target.side:

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth layer turns nothing (NoPE)."""
+"""SmolLM3: Llama in which every fourth layer has no rotation (NoPE)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import FULL, SLIDING, of_typed_layers
 
 _ROTATED, _PLAIN = 0, 1
-"""Which of the model's rotations a layer has."""
+"""Indexes of the model's rotations."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """SmolLM3-3B and its kin."""
+    """SmolLM3-3B and similar models."""
     text = reader.text
     bias, rotated = text.attention_bias, text.no_rope_layers
     if len(rotated) < text.num_hidden_layers:
@@ -98,7 +98,7 @@ ARCHITECTURES = {
             ),
             "no_rope_layer_interval": whole(1, MAX_LAYERS),
         },
-        # That every fourth layer turns nothing is in no file; llama.cpp fills in the same.
+        # Files do not state that every fourth layer has no rotation; llama.cpp fills in the same.
         gguf=GgufForm("smollm3", "smollm3", restore=unpaired),
     ),
 }

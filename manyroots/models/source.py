@@ -1,4 +1,4 @@
-"""Where a model comes from: a name a user gave, resolved to files and a config.
+"""Resolves a model's name to files and a config.
 
 Takes `ModelSettings`; gives a frozen `ModelSource`, after any download. Loads no weights.
 """
@@ -33,7 +33,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class SourceKind(enum.Enum):
-    """What `ModelSource.path` is."""
+    """The kind of `ModelSource.path`."""
 
     FOLDER = "folder"
     """A Hugging Face folder with a config.json."""
@@ -49,14 +49,14 @@ class ModelSource:
     path: Path
     config: Config
     name: str
-    """What to call it where the user gave no other name."""
+    """Its name if the user gave no other."""
     eos_token_ids: tuple[int, ...]
     rope_factors: tuple[float, ...] | None
     """A GGUF file's own divisors of the rotary frequencies."""
 
 
 def resolve_source(settings: ModelSettings) -> ModelSource:
-    """Find, or fetch, what `settings.model` names."""
+    """Find, or fetch, the model of `settings.model`."""
     name = settings.model
     path = Path(name).expanduser()
     if path.exists():
@@ -76,7 +76,7 @@ def resolve_source(settings: ModelSettings) -> ModelSource:
 
 
 def _stretched(source: ModelSource, factor: float | None) -> ModelSource:
-    """With YaRN in its config, as the makers of models write it there."""
+    """With YaRN in its config, as model makers write it there."""
     if factor is None:
         return source
     text = source.config.get_text_config()
@@ -111,7 +111,7 @@ def _local(path: Path, name: str, settings: ModelSettings) -> ModelSource:
 
 
 def _gguf_file(path: Path, load_format: str) -> Path | None:
-    """The .gguf file that `path` is or stands for; None means a Hugging Face folder."""
+    """The .gguf file at `path` or in it; None for a Hugging Face folder."""
     if path.is_file():
         if path.suffix != ".gguf" or load_format == "safetensors":
             raise ModelError(
@@ -164,7 +164,7 @@ def _from_folder(path: Path, name: str) -> ModelSource:
         raise ModelError(f"{file} can't be used: it has no model_type. Check the file.")
     try:
         config = complete(written["model_type"], written)
-    except Exception as error:  # whatever a value of the wrong type provokes
+    except Exception as error:  # values of wrong types raise various errors
         raise ModelError(f"{file} can't be used: {_in_words(error)} Check the file.") from error
     text = config.get_text_config()
     if text is config and written.get("text_config") is not None:

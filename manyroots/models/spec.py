@@ -1,9 +1,9 @@
-"""What a model is, in plain frozen numbers.
+"""Describes a model in plain frozen numbers.
 
 `ModelSpec` describes every layer; families of memory, weights, page tables and graphs follow from
-it. `ConfigReader` takes a config and makes the parts of a description, the same for
-all architectures; how an architecture puts them together is in its own file. No other room reads
-a config. Holds no tensor.
+it. `ConfigReader` takes a config and makes the parts of a description, the same for all
+architectures. An architecture's own file combines them. No other room reads a config. Holds no
+tensor.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from manyroots.layers.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSp
 from manyroots.models.fields import check_rope
 
 MAX_POSITIONS = 2**24
-"""Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
-limit" say more."""
+"""Angles are computed in float32, which cannot distinguish larger positions. Configs without a
+limit have larger numbers."""
 
 ACTIVATIONS = {
     "silu": Activation.SILU,
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
     "gelu_accurate": "gelu_pytorch_tanh",
     "gelu_python_tanh": "gelu_pytorch_tanh",
 }
-"""What transformers also calls them; some compute the same in more steps."""
+"""Other names in transformers; some compute the same in more steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class ModelSpec:
     """The rotations that its layers choose from."""
     rms_norm_eps: float
     norm_offset: float = 0.0
-    """What is added to the norms' weights, which a checkpoint may have less one."""
+    """Added to the norms' weights, which a checkpoint may store minus one."""
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
-    """Whether that is rounded to the model's dtype before it is multiplied with."""
+    """Whether that is rounded to the model's dtype before multiplying."""
     logits_factor: float = 1.0
-    """What logits are multiplied with."""
+    """Factor of logits."""
     logits_cap: float = 0.0
-    """Logits l become cap * tanh(l / cap); 0: they stay."""
+    """Logits l become cap * tanh(l / cap); 0: no cap."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
@@ -72,12 +72,12 @@ class ModelSpec:
 
     @property
     def max_len(self) -> int:
-        """The longest context that the model computes."""
+        """The longest context that the model supports."""
         return min(self.max_position_embeddings, MAX_POSITIONS)
 
 
 class ConfigReader:
-    """One model's config, as its architecture's file reads it."""
+    """One model's config, for its architecture's file."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class ConfigReader:
         eos_token_ids: Sequence[int],
         rope_factors: Sequence[float] | None,
     ) -> None:
-        """`rope_factors` are a GGUF file's own and None elsewhere."""
+        """`rope_factors` come from a GGUF file; None elsewhere."""
         self.text = text = config.get_text_config()
         self._architecture = architecture
         self._eos_token_ids = eos_token_ids
         self._rope_factors = rope_factors
-        # The whole model has the head, so where it also sees, its own config says what it is.
+        # The whole model has the head, so for a model with vision its own config applies.
         self._is_tied = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
         self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
@@ -126,7 +126,7 @@ class ConfigReader:
         is_fused: bool = False,
         cap: float = 0.0,
     ) -> AttentionSpec:
-        """`scale`: where it is not that of the heads' size."""
+        """`scale`: set if it does not follow from the size of the heads."""
         return AttentionSpec(
             num_heads=self.num_heads,
             memory=KV(self.num_kv_heads, self.head_dim, window),
@@ -156,7 +156,7 @@ class ConfigReader:
         return kinds
 
     def activation(self, field: str = "hidden_act") -> Activation:
-        """By the one field that the architecture's config has for it; others are of no account."""
+        """From the one field that the architecture's config has for it; others are ignored."""
         name = getattr(self.text, field)
         name = _OTHER_NAMES.get(name, name)
         if name not in ACTIVATIONS:
@@ -182,7 +182,8 @@ class ConfigReader:
         activation: Activation | None = None,
         **names: Any,
     ) -> ExpertsSpec:
-        """Checks how many a token chooses. `activation`: where the config does not name it."""
+        """Checks how many experts a token chooses. `activation`: set if the config does not name
+        it."""
         chosen = self.text.num_experts_per_tok
         if not 1 <= chosen <= count:
             raise ModelError(
@@ -199,8 +200,8 @@ class ConfigReader:
         )
 
     def rope(self, layer_type: str | None = None, *, is_partial: bool = False) -> RopeSpec:
-        """The rotation of all layers, or of those of one type where the config has several.
-        `is_partial`: whether the architecture may turn a part of each head alone."""
+        """The rotation of all layers, or of those of one type if the config has several.
+        `is_partial`: whether the architecture may rotate only a part of each head."""
         parameters = getattr(self.text, "rope_parameters", None)
         if layer_type is not None and isinstance(parameters, dict) and layer_type in parameters:
             parameters = parameters[layer_type]
@@ -223,8 +224,8 @@ class ConfigReader:
         logits_cap: float = 0.0,
         eps: float | None = None,
     ) -> ModelSpec:
-        """The whole description; `ropes`: where the layers don't share one; `eps`: where the config
-        has another name for it."""
+        """The whole description. `ropes`: set if the layers do not share one; `eps`: set if the
+        config has another name for it."""
         text = self.text
         ropes = (self.rope(),) if ropes is None else tuple(ropes)
         return ModelSpec(
@@ -242,14 +243,14 @@ class ConfigReader:
             max_position_embeddings=self._num_positions(
                 is_rotated=any(rope.frequencies for rope in ropes)
             ),
-            # Those beyond the vocabulary are never sampled, and no row of scores has them.
+            # Ids beyond the vocabulary are never sampled, and no row of logits has them.
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
             tie_word_embeddings=self._is_tied,
         )
 
     def _num_positions(self, *, is_rotated: bool) -> int:
-        """What the config says, or what YaRN stretches it to: adding that to a config, as Qwen's
-        makers advise, leaves the length as it was. `is_rotated`: whether there are rotations."""
+        """The config's length, or the length that YaRN extends it to: a config with YaRN, as Qwen's
+        makers advise, still has the original length. `is_rotated`: whether there are rotations."""
         said: int = self.text.max_position_embeddings
         rope = self.text.rope_parameters if is_rotated else {}
         if rope.get("rope_type") != "yarn" or rope.get("factor") is None:

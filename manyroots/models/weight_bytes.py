@@ -1,4 +1,4 @@
-"""What a model's weights take, counted from its spec before any memory is asked for."""
+"""Bytes of a model's weights, counted from its spec before any memory is allocated."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from manyroots.layers.weights.formats import WeightFormat
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""A container's share of the machine's memory, where there is one."""
+"""A container's memory limit, if there is one."""
 
 
 def weight_bytes(
     spec: ModelSpec, num_head_rows: int, dtype: torch.dtype, kept: WeightFormat
 ) -> int:
-    """What a rank's weights take. All but the embedding and the head count as the format's: norms,
-    biases and routers are too few to matter."""
+    """Bytes of a rank's weights. All but the embedding and the head count in the format's size:
+    norms, biases and routers are too few to matter."""
     head = 0 if spec.tie_word_embeddings else num_head_rows * spec.hidden_size
     whole = spec.vocab_size * spec.hidden_size + head
     experts = [layer.experts for layer in spec.layers if layer.experts is not None]
@@ -41,7 +41,7 @@ def _expert_bytes(spec: ExpertsSpec, hidden: int, dtype: torch.dtype, kept: Weig
 
 
 def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
-    """Of a rank's spec; `num_head_rows` is its part of the head."""
+    """For a rank's spec; `num_head_rows` is its part of the head."""
     hidden = spec.hidden_size
     layers = sum(
         sum(mixer.num_weights(hidden) for mixer in layer.mixers)
@@ -83,8 +83,8 @@ def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.devi
 
 
 def may_pack(num_bytes: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this size may lie in memory twice for faster products (`kernels/packed`):
-    where the machine gains by it and both take an eighth of its memory at most."""
+    """Whether weights of this size may be stored twice for faster products (`kernels/packed`): if
+    the machine gains by it and both take at most an eighth of its memory."""
     return can_pack(device, dtype) and 2 * num_bytes <= device_bytes(device) // 8
 
 

@@ -1,9 +1,9 @@
-"""Windows of attention, layer by layer: what a config means, by architecture.
+"""Attention windows by layer: how each architecture reads its config.
 
-Each rule gives, for every layer, how many tokens a query sees at most, itself included, or None
-for all. Transformers' `sliding_window` w hides key k from query q where k <= q - w in all
-families, so it counts the query itself already. The rules are those of its modelling code, which
-is not the same for all: some look at the window alone, some at a type for each layer.
+Each rule gives, for every layer, the most tokens that a query sees, including itself, or None for
+all. In all families transformers' `sliding_window` w hides key k from query q if k <= q - w, so it
+counts the query itself. The rules are those of transformers' modelling code, which differ: some use
+only the window, some a type for each layer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def of_every_layer(config: Any) -> list[int | None]:
-    """`sliding_window` is that of all layers, whatever else the config says (Mistral; and
-    Qwen3-MoE, whose config drops it unless it is switched on)."""
+    """`sliding_window` applies to all layers, whatever else the config has (Mistral; and Qwen3-MoE,
+    whose config drops it unless it is switched on)."""
     return [_window(config.sliding_window)] * int(config.num_hidden_layers)
 
 
 def of_typed_layers(config: Any) -> list[int | None]:
-    """`sliding_window` is that of the layers whose type says so (Qwen2, Qwen3, Ministral). Configs
-    without types work them out: Qwen's of `use_sliding_window` and `max_window_layers`."""
+    """`sliding_window` applies to the layers of that type (Qwen2, Qwen3, Ministral). Configs
+    without types derive them: Qwen's from `use_sliding_window` and `max_window_layers`."""
     types = config.layer_types
     unknown = sorted(set(types) - {FULL, SLIDING})
     if unknown:
@@ -47,14 +47,14 @@ def of_typed_layers(config: Any) -> list[int | None]:
 
 
 def gguf_window(file: GGUFFile) -> int:
-    """What a GGUF file says of a window; 0: there is none."""
+    """A GGUF file's window; 0: none."""
     return file.whole(
         f"{file.metadata.get('general.architecture')}.attention.sliding_window", least=0, default=0
     )
 
 
 def gguf_pattern(file: GGUFFile, num_layers: int, *, default: int) -> Callable[[int], bool]:
-    """Which layers have a window: all but every so manieth, or those that a list says."""
+    """Which layers have a window: all but every n-th, or those in a list."""
     key = f"{file.metadata.get('general.architecture')}.attention.sliding_window_pattern"
     listed = file.metadata.get(key)
     if isinstance(listed, list):

@@ -15,8 +15,8 @@ from torch import Tensor
 from manyroots.layers.weights.fill import Fill
 
 STD = 0.02
-"""What such models are initialised with; large enough for logits that differ, small enough that
-no activation overflows in half precision."""
+"""The usual initialisation; large enough for different logits, small enough that no activation
+overflows in half precision."""
 
 
 def tensors(fills: Mapping[str, Fill], seed: int) -> Iterator[tuple[str, Tensor]]:

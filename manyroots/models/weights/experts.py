@@ -1,7 +1,7 @@
-"""One spelling for the weights of experts, whichever the checkpoint has.
+"""One naming of experts' weights for any checkpoint.
 
-Takes (checkpoint name, tensor) pairs; gives them with stacked experts taken apart, as views, into
-one matrix per expert. Everything else passes through.
+Takes (checkpoint name, tensor) pairs; gives them with stacked experts split, as views, into one
+matrix per expert. Everything else passes through.
 
     ...experts.gate_up_proj  [experts, 2 * inter, hidden]  ->  ...experts.E.gate_proj.weight
                                                                ...experts.E.up_proj.weight
@@ -23,7 +23,7 @@ _PARTS = {
 
 
 def per_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The same weights, none of them stacked."""
+    """The same weights, with no stacks."""
     for name, tensor in weights:
         block, _, stacked = name.rpartition(".experts.")
         parts = _PARTS.get(stacked.removesuffix(".weight"))

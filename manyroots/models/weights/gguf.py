@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under the names and in the layout of a Hugging Face checkpoint.
 
-Takes an open `GGUFFile`, how its architecture is written and the model's spec; gives (checkpoint
-name, float32 tensor) pairs. Undoes what the conversion to GGUF did: the names, and the numbers by
-the architecture's own `restore`. Experts stay stacked, as the file has them.
+Takes an open `GGUFFile`, its architecture's form and the model's spec; gives (checkpoint name,
+float32 tensor) pairs. Undoes the conversion to GGUF: the names, and the numbers by the
+architecture's `restore`. Experts stay stacked, as in the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 _NO_WEIGHTS = ("rope_freqs.", "rope_factors_")
 """Read with the config."""
 OF_TOKENS = ("token_embd.weight", "output.weight")
-"""Embedding and head; models that tie them have the first alone."""
+"""Embedding and head; models that tie them have only the first."""
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -64,8 +64,8 @@ def tensors(file: GGUFFile, form: GgufForm, spec: ModelSpec) -> Iterator[tuple[s
 
 
 def checkpoint_name(name: str, file: GGUFFile, in_block: Mapping[str, str]) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. `in_block`: parts that an
-    architecture calls otherwise."""
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. `in_block`: parts with
+    other names in an architecture."""
     match name.split("."):
         case ["blk", index, part, kind] if part in in_block or part in _IN_BLOCK:
             return f"model.layers.{index}.{in_block.get(part) or _IN_BLOCK[part]}.{kind}"

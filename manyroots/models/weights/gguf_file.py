@@ -1,8 +1,8 @@
 """One GGUF file: its metadata, and its tensors by name.
 
-Takes a path; reads the header at once and tensors when asked, as float32. Of a model in several
-files it is the first's path, and all of them are read as one. Knows the file format and no model.
-Undoing the quantization is left to the `gguf` package.
+Takes a path; reads the header at once and tensors on demand, as float32. For a model in several
+files, takes the first path and reads all of them as one. Knows the file format and no model. The
+`gguf` package undoes the quantization.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from manyroots.models.fields import shown
 
 
 class GGUFFile:
-    """The open file. Reading is by memory map: nothing is held that is not asked for."""
+    """The open file, as a memory map: only requested tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[mmap.mmap, int]] = {}
-        """Of each tensor: its file's bytes, and where in them tensors begin."""
+        """For each tensor: its file's bytes, and the offset at which tensors start."""
         self.metadata = self._open(path).metadata
         parts = parts_of(path, self.metadata)
         for number, part in enumerate(parts[1:], start=1):
@@ -89,7 +89,7 @@ class GGUFFile:
 
 
 def _gguf_package() -> tuple[Any, Any]:
-    """The `gguf` package's arithmetic and its types; only readers of such files need it."""
+    """The `gguf` package's arithmetic and types; only readers of such files need it."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Tensors of a Hugging Face folder, one file or many shards, in the safetensors format only.
 
 Takes a folder; gives (checkpoint name, tensor on the CPU) pairs. Never opens a pickle: a folder
-that has nothing else is refused with the remedy.
+with only pickles is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _MAX_NAMED = 3
 _MODEL = "model."
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.", "embedding_norm.", "final_layernorm.")
-"""How names begin where a decoder was saved without its head, as embedders are; transformers gives
-them the prefix, too."""
+"""Prefixes of names in decoders that were saved without their head, like embedders; transformers
+adds the prefix, too."""
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -32,13 +32,13 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def ending_with(folder: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Those of the checkpoint's tensors whose names end with one of these."""
+    """The checkpoint's tensors whose names end with one of these."""
     for file in weight_files(folder):
         yield from _of_file(file, endings)
 
 
 def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str, Tensor]]:
-    """The file's tensors, or those called so."""
+    """The file's tensors, or those with these endings."""
     try:
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
@@ -51,8 +51,8 @@ def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str,
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint; they all exist. Where there are both, the single file
-    counts, as for transformers: an index beside it is left over."""
+    """The existing files that make up the checkpoint. If there are both, the single file wins, as
+    in transformers: an index beside it is left over."""
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -103,6 +103,6 @@ def _nothing_to_load(folder: Path) -> str:
 
 
 def _named(folder: Path, *patterns: str) -> str:
-    """The first of the files that are called so; nothing where there are none."""
+    """The first file that matches a pattern; empty if there is none."""
     names = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
     return ", ".join(names[:_MAX_NAMED]) + (" and others" if len(names) > _MAX_NAMED else "")

@@ -1,8 +1,8 @@
-"""Whether a checkpoint's head is its embedding, where the config says so: transformers' rule.
+"""Whether a checkpoint's head is its embedding, if the config ties them: transformers' rule.
 
-A config may call the two tied and the checkpoint have both. Equal, they are one; different, the
-config is wrong and each counts. If the head alone is there, it is the embedding, too. What is
-compared is what is served: numbers in the engine's dtype.
+A config may tie the two although the checkpoint has both. If they are equal, they are one;
+otherwise the config is wrong and both are used. If only the head is there, it is also the
+embedding. The comparison uses the served numbers, in the engine's dtype.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 ENDINGS = ("embed_tokens.weight", HEAD)
-"""Of their names in any checkpoint."""
+"""Endings of their names in any checkpoint."""
 Translate = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 _ROWS_AT_ONCE = 4096
-"""Of a large vocabulary, a few ten megabytes."""
+"""Rows of a large vocabulary; some tens of megabytes."""
 
 
 def is_tied(folder: Path, dtype: torch.dtype, translate: Translate) -> bool:
-    """Of a folder whose config says that it is; `translate` gives its tensors the names here."""
+    """For a folder whose config ties them; `translate` gives its tensors the names used here."""
     found = dict(translate(safetensors.ending_with(folder, ENDINGS)))
     if not {EMBEDDING, HEAD} <= found.keys():
         return True
@@ -42,7 +42,7 @@ def is_tied(folder: Path, dtype: torch.dtype, translate: Translate) -> bool:
 
 
 def with_embedding(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a tied model, with the head as the embedding where there is no other."""
+    """The weights of a tied model, with the head as the embedding if there is no other."""
     head, has_embedding = None, False
     for name, tensor in weights:
         if name == HEAD:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId, Tier
+from manyroots.ids import AdapterDigest, AdapterName, RequestId, Tier
 from manyroots.sampling import SamplingParams
 from manyroots.step import Bools, Int32s, TokenLogprobs
 
@@ -58,16 +58,16 @@ class Submit:
     request_id: RequestId
     prompt: Sequence[int]
     """Token ids. An `array('i')` is taken as it is; a list costs its conversion."""
-    namespace: Namespace
+    salt: str | None
+    """The tenant's part of the namespace; the engine adds the adapter's content."""
     sampling: SamplingParams
     seed: int
     """Unsigned 64-bit; drawn by the input processor for requests that bring none."""
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
     adapter: AdapterName | None
-    """Never left out (N10). What the adapter was called, perhaps with `@` and a revision; the
-    engine looks up what that means now, and puts its content into the namespace. None is the base
-    model, as the namespace then says too."""
+    """Never left out (N10). Its name, perhaps with `@` and a revision; the engine looks up what
+    that means now. None is the base model."""
     priority: int = 0
     """With the priority policy: the lower, the more important. 0 with every other."""
     max_tokens: int | None = None

@@ -1,6 +1,6 @@
 """Checks of requests that types alone can't make.
 
-Takes typed requests; gives `SamplingParams`, a namespace, a list of prompts; raises RequestError
+Takes typed requests; gives `SamplingParams`, a salt, a list of prompts; raises RequestError
 naming the field. Knows nothing of the model: that is the input processor's part.
 """
 
@@ -24,7 +24,6 @@ from manyroots.api.requests import (
 from manyroots.api.tenants import current_tenant
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
-from manyroots.ids import Namespace
 from manyroots.sampling import MAX_LOGPROBS, SamplingParams
 from manyroots.structured_outputs import KINDS, StructuredOutputsParams
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults
@@ -174,9 +173,8 @@ def _params(field: str, **values: Any) -> StructuredOutputsParams:
         raise RequestError(str(error).replace("structured_outputs", field), field=field) from error
 
 
-def namespace_of(request: GenerationFields) -> Namespace:
-    """The caller's part of whose cache the request uses. The adapter's part is its content, which
-    only the engine knows."""
+def salt_of(request: GenerationFields) -> str | None:
+    """The salt of a request's namespace: its key's name and its own cache_salt."""
     salt = request.cache_salt
     if salt is not None:
         if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
@@ -196,7 +194,7 @@ def namespace_of(request: GenerationFields) -> Namespace:
     if tenant is not None:
         # What one key has sent is not found, and so not timed, by another.
         salt = f"{tenant.name}\0{'' if salt is None else salt}"
-    return Namespace(adapter=None, salt=salt)
+    return salt
 
 
 def is_only_echo(request: CompletionRequest) -> bool:

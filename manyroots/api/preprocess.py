@@ -22,8 +22,8 @@ from manyroots.api.checks import (
     check_spaces,
     check_supported,
     completion_sampling,
-    namespace_of,
     prompts_of,
+    salt_of,
     structure_of,
     wants_structure,
 )
@@ -392,14 +392,14 @@ def _submits(
     field: str,
     retention: Retention | None,
 ) -> list[Submit]:
-    namespace = namespace_of(request)
+    salt = salt_of(request)
     next_id = service.engine.next_request_id
     checked = service.input_processor.check(sampling, priority=request.priority or 0)
     return [
         submit
         for prompt, adapter in prompts
         for submit in service.input_processor.submits(
-            prompt, checked, namespace, next_id, adapter=adapter, field=field, retention=retention
+            prompt, checked, salt, next_id, adapter=adapter, field=field, retention=retention
         )
     ]
 

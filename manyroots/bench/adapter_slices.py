@@ -18,7 +18,7 @@ import numpy as np
 from manyroots.bench.manyroots_driver import make_cache
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
 from manyroots.config import Policy, SchedulerSettings
-from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterDigest, AdapterName, RequestId
 from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
@@ -124,10 +124,9 @@ class SlicesRun:
         request_id = RequestId(self._next_id)
         self._next_id += 1
         prompt = [request_id + 1, *range(PROMPT_LEN - 1)]
-        namespace = Namespace(adapter=None, salt=None)
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
         self.scheduler.submit(
-            Submit(request_id, prompt, namespace, sampling, 0, (), AdapterName(f"a{adapter}"))
+            Submit(request_id, prompt, None, sampling, 0, (), AdapterName(f"a{adapter}"))
         )
         self._came[request_id] = (self._step, adapter)
         return request_id

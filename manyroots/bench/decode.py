@@ -34,7 +34,7 @@ from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.bench.spread import spread
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine, free_memory
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import Stats, Submit
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
@@ -333,7 +333,7 @@ class _Batch:
         names = itertools.cycle(self._adapters) if self._adapters else itertools.repeat(None)
         submits = [
             Submit(
-                RequestId(next(self._ids)), prompt, Namespace(adapter=None, salt=None),
+                RequestId(next(self._ids)), prompt, None,
                 shaped if place % 2 else free, 0, (), adapter=name,
             )
             for place, (prompt, name) in enumerate(zip(prompts, names, strict=False))

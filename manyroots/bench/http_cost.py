@@ -41,7 +41,7 @@ from manyroots.bench.spread import percentile, spread
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
 from manyroots.errors import ConfigError
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 
@@ -184,8 +184,7 @@ class _Engine:
             self._next_id += 1
             submits.append(
                 Submit(
-                    RequestId(self._next_id), prompt, Namespace(adapter=None, salt=salt), sampling,
-                    0, (), adapter=None,
+                    RequestId(self._next_id), prompt, salt, sampling, 0, (), adapter=None,
                 )
             )  # fmt: skip
         before = time.process_time()

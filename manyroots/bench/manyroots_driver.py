@@ -95,7 +95,7 @@ class SchedulerDriver:
         first = self._num_submitted
         submissions = [
             # As the wire hands it over; a list would be converted in the engine's time.
-            Submit(RequestId(first + i), array("i", prompt), BASE, sampling, i, (), adapter=None)
+            Submit(RequestId(first + i), array("i", prompt), None, sampling, i, (), adapter=None)
             for i, prompt in enumerate(prompts)
         ]
         self._num_submitted += len(prompts)

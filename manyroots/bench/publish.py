@@ -29,7 +29,7 @@ from manyroots.engine.adapter_tensors import memory_adapter
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE
 from manyroots.messages import Abort, PublishLora, Submit
 from manyroots.models.source import resolve_source
@@ -65,8 +65,7 @@ class _Bench:
         number = RequestId(next(self._ids))
         prompt = self._rng.integers(1, self._vocab_size, prompt_len).tolist()
         sampling = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
-        namespace = Namespace(adapter=None, salt=None)
-        self._loop.handle(Submit(number, prompt, namespace, sampling, 0, (), adapter))
+        self._loop.handle(Submit(number, prompt, None, sampling, 0, (), adapter))
         return number
 
     def step(self) -> set[RequestId]:

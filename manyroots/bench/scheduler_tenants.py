@@ -14,7 +14,7 @@ from typing import Any
 from manyroots.bench.manyroots_driver import make_cache
 from manyroots.bench.scheduler_trace import clock
 from manyroots.config import SchedulerSettings
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import Submit
@@ -74,10 +74,10 @@ def _plan_ms(policy: str, num_tenants: int, num_waiting: int) -> float:
     scheduler = Scheduler(settings, cache, adapters, max_model_len=8 * PAGE_SIZE)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     for number in range(num_waiting):
-        namespace = Namespace(adapter=None, salt=f"tenant {number % num_tenants}")
+        salt = f"tenant {number % num_tenants}"
         prompt = array("i", [number % 1000] * PAGE_SIZE)
         submit = Submit(
-            RequestId(number), prompt, namespace, sampling, number, stop_ids=(), adapter=None
+            RequestId(number), prompt, salt, sampling, number, stop_ids=(), adapter=None
         )
         scheduler.submit(submit)
     gc.collect()

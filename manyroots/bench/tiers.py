@@ -26,7 +26,7 @@ from manyroots.bench.tier_copies import UNIT_SHAPES, BusyLink, UnitBatches, run_
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.errors import ConfigError
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Stats, Submit
 from manyroots.sampling import SamplingParams
 
@@ -269,8 +269,7 @@ def _ask(engine: Engine, prompt: list[int]) -> float:
 
 def _submit(prompt: Sequence[int], num_tokens: int) -> Submit:
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    base = Namespace(adapter=None, salt=None)
-    return Submit(RequestId(next(_IDS)), prompt, base, sampling, 0, (), None)
+    return Submit(RequestId(next(_IDS)), prompt, None, sampling, 0, (), None)
 
 
 @contextlib.contextmanager

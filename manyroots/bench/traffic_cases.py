@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from manyroots.bench.words import ATTENTION, PROJECTIONS
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 
@@ -90,7 +90,7 @@ class TrafficCase:
             submits.append(
                 Submit(
                     RequestId(next(ids)), heads[number % len(heads)] + own,
-                    Namespace(adapter=None, salt=salt), sampling, number, (),
+                    salt, sampling, number, (),
                     adapter=name if with_adapters else None,
                 )
             )  # fmt: skip

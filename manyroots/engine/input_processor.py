@@ -20,7 +20,7 @@ from numbers import Integral
 from manyroots.config import Policy
 from manyroots.errors import RequestError, TooLongError
 from manyroots.grammar.checks import check_structure
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import EngineInfo, Retention, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
@@ -119,7 +119,7 @@ class InputProcessor:
         self,
         prompt: Sequence[int],
         sampling: SamplingParams | CheckedSampling,
-        namespace: Namespace,
+        salt: str | None,
         next_request_id: Callable[[], RequestId],
         *,
         adapter: AdapterName | None,
@@ -139,7 +139,7 @@ class InputProcessor:
             Submit(
                 request_id=next_request_id(),
                 prompt=tokens,
-                namespace=namespace,
+                salt=salt,
                 sampling=asked if choice == 0 else sampling.others,
                 seed=self._seed(asked.seed, choice),
                 stop_ids=sampling.stop_ids,

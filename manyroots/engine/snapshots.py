@@ -161,7 +161,7 @@ class Snapshots:
 
     def _before(self, submit: Submit, wait: WaitReason, reason: str) -> RequestView:
         return RequestView(
-            submit.request_id, submit.adapter, self._tenant(submit.namespace.salt), "preparing",
+            submit.request_id, submit.adapter, self._tenant(submit.salt), "preparing",
             wait.value, reason, submit.priority, len(submit.prompt), 0, 0,
             submit.max_tokens or submit.sampling.max_tokens or 0, 0, 0, 0, "", 0, 0,
         )  # fmt: skip

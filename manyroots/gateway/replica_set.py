@@ -443,7 +443,7 @@ class ReplicaSet:
         digest = None if request.adapter is None else self._digests.get(request.adapter)
         hashes: Sequence[int] = ()
         if request.adapter is None or digest is not None:
-            namespace = Namespace(adapter=digest, salt=request.namespace.salt)
+            namespace = Namespace(adapter=digest, salt=request.salt)
             hashes = self._hasher.hashes(request.prompt, namespace)
         return RouteRequest(hashes, len(request.prompt), request.adapter, current_session.get())
 

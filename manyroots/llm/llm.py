@@ -25,7 +25,7 @@ from manyroots.engine.interrupts import Interrupts
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.flag_aliases import translate_settings
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.llm.inputs import Prompt, adapters_by_name, per_prompt, prompts_of
 from manyroots.llm.outputs import CompletionOutput, RequestOutput, by_token
 from manyroots.messages import (
@@ -162,9 +162,9 @@ class LLM:
             tokens = prompt.tokens
             if tokens is None:
                 tokens = self._input_processor.encode(str(prompt.text))
-            namespace = Namespace(adapter=None, salt=prompt.cache_salt or cache_salt)
+            salt = prompt.cache_salt or cache_salt
             made = self._input_processor.submits(
-                tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
+                tokens, sampling, salt, self._next_id, adapter=adapter, priority=importance
             )
             result = RequestOutput(str(len(results)), prompt.text, list(made[0].prompt), [])
             result.lora_request = lora
@@ -242,11 +242,10 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Generator[str]:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
-        namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages, self._template)["prompt_token_ids"]
         [adapter] = self._note([lora_request])
         [submit] = self._input_processor.submits(
-            tokens, sampling_params, namespace, self._next_id, adapter=adapter
+            tokens, sampling_params, None, self._next_id, adapter=adapter
         )
         sequence = self._sequence(RequestOutput("0", None, [], []), 0, submit)
         under_way, output = {submit.request_id: sequence}, sequence.output

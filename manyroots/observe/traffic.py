@@ -92,7 +92,7 @@ class TrafficRing:
             output = facts.outputs.get(index)
             if not output:
                 continue
-            salt = submit.namespace.salt
+            salt = submit.salt
             pages = self._digests(salt, submit.prompt, output)
             stops = FinishReason.STOP.value in facts.finish_reasons
             line = TrafficLine(

@@ -87,7 +87,7 @@ class SchedulerInspection:
         return RequestView(
             submit.request_id,
             submit.adapter,
-            self._tenant(submit.namespace.salt),
+            self._tenant(submit.salt),
             request.state.value,
             wait.value,
             reason,

@@ -102,23 +102,21 @@ class Request:
         self.since = step_id
         """The step being planned when it was queued, started or was paused."""
         self.hold = hold
-        """Its hold on its adapter's weights, from submission to its end."""
-        namespace = submit.namespace
-        if hold is not None:
-            # The current content of the adapter's name, not the content when the request was sent.
-            namespace = Namespace(adapter=hold.digest, salt=namespace.salt)
+        """Its right to its adapter's weights, from submission to its end."""
+        digest = None if hold is None else hold.digest
+        namespace = Namespace(adapter=digest, salt=submit.salt)
         self.adapter_from = 0
         """The first position that its adapter computes."""
         self.key = PrefixKey(namespace)
         if hold is not None and hold.version.spec.invocation_tokens is not None:
             self.adapter_from = invoked_at(submit.prompt, hold.version.spec.invocation_tokens)
-            base = Namespace(adapter=None, salt=namespace.salt)
+            base = Namespace(adapter=None, salt=submit.salt)
             self.key = (
                 PrefixKey(base)
                 if self.adapter_from == NEVER
                 else PrefixKey.activated(base, namespace, self.adapter_from, page_size)
             )
-        self.group = (None if hold is None else hold.digest, namespace.salt)
+        self.group = (digest, submit.salt)
         """Adapter and tenant."""
         self.stop_ids = frozenset(submit.stop_ids)
         self.state = State.WAITING

@@ -51,7 +51,7 @@ class TraceSequence:
         return Submit(
             request_id=self.request_id,
             prompt=self.line.prompt_tokens().tolist(),
-            namespace=Namespace(adapter=None, salt=self.line.salt),
+            salt=self.line.salt,
             sampling=SamplingParams(max_tokens=None if stops else self.line.output_tokens),
             seed=int(self.request_id),
             stop_ids=(END_OF_TEXT,) if stops else (),

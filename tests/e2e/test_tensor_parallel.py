@@ -60,7 +60,7 @@ def submit(request_id: int, sampling: SamplingParams, adapter: str | None = None
     number = request_id % 10
     prompt = [(number * 13 + place * 7) % 90 + 3 for place in range(20 + number)]
     name = None if adapter is None else AdapterName(adapter)
-    return Submit(RequestId(request_id), prompt, BASE, sampling, number, (), adapter=name)
+    return Submit(RequestId(request_id), prompt, None, sampling, number, (), adapter=name)
 
 
 def tokens(settings: EngineSettings, *names: str | None) -> dict[int, list[int]]:

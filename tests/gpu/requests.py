@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import manyroots.sampling
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from tests.gpu.models import NAMES, VOCAB
@@ -22,9 +22,7 @@ def request(number: int, prompt: list[int], adapter: str | None, **sampling: Any
     with mock.patch.object(manyroots.sampling, "MAX_LOGPROBS", VOCAB):
         params = SamplingParams(**{"temperature": 0.0, **sampling})
     name = None if adapter is None else AdapterName(adapter)
-    return Submit(
-        RequestId(number), prompt, Namespace(None, None), params, number, (), adapter=name
-    )
+    return Submit(RequestId(number), prompt, None, params, number, (), adapter=name)
 
 
 def loads() -> list[list[Submit]]:

@@ -25,7 +25,7 @@ from manyroots.cache.policies import CachePolicies
 from manyroots.config import LoraSettings, SchedulerSettings
 from manyroots.engine.adapter_directory import AdapterDirectory, AdapterFiles
 from manyroots.engine.loop import EngineLoop
-from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
+from manyroots.ids import AdapterName, AdapterSlot, RequestId
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.limits import AdapterLimits, DeviceBlocks
 from manyroots.lora.residency import Residency
@@ -197,11 +197,8 @@ class AdapterEngine:
     ) -> None:
         """The request's number is its seed, too."""
         name = None if adapter is None else AdapterName(adapter)
-        namespace = Namespace(adapter=None, salt=salt)
         seed = number if sampling.seed is None else sampling.seed
-        self.loop.handle(
-            Submit(RequestId(number), list(prompt), namespace, sampling, seed, (), name)
-        )
+        self.loop.handle(Submit(RequestId(number), list(prompt), salt, sampling, seed, (), name))
 
     def abort(self, *numbers: int) -> None:
         self.loop.handle(Abort([RequestId(number) for number in numbers]))

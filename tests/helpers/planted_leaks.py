@@ -227,17 +227,17 @@ def _names() -> None:
 def _tenants() -> None:
     from manyroots.api import preprocess
 
-    original = preprocess.namespace_of
+    original = preprocess.salt_of
 
-    def namespace_of(request: Any) -> Any:
-        namespace = original(request)
+    def salt_of(request: Any) -> Any:
+        salt = original(request)
         if is_on("api_key"):
-            namespace = namespace._replace(salt=request.cache_salt)
-        if is_on("unicode") and namespace.salt is not None:
-            namespace = namespace._replace(salt=_folded(namespace.salt))
-        return namespace
+            salt = request.cache_salt
+        if is_on("unicode") and salt is not None:
+            salt = _folded(salt)
+        return salt
 
-    preprocess.namespace_of = namespace_of
+    preprocess.salt_of = salt_of
 
 
 def _usage() -> None:

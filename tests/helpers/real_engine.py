@@ -225,10 +225,9 @@ class RealEngine:
             max_tokens=max_tokens, **{"temperature": 0, "ignore_eos": True, **sampling}
         )
         name = None if adapter is None else AdapterName(adapter)
-        namespace = Namespace(adapter=None, salt=salt)
         self.said[number] = Said()
         self.loop.handle(
-            Submit(RequestId(number), prompt, namespace, params, number, stop_ids, name, priority)
+            Submit(RequestId(number), prompt, salt, params, number, stop_ids, name, priority)
         )
         return number
 

@@ -35,13 +35,13 @@ def submit(
     max_tokens: int = 4,
     min_tokens: int = 0,
     stop_ids: tuple[int, ...] = (),
-    namespace: Namespace = BASE,
+    salt: str | None = None,
     adapter: str | None = None,
     priority: int = 0,
 ) -> Submit:
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, temperature=0)
     name = None if adapter is None else AdapterName(adapter)
-    return Submit(RequestId(number), prompt, namespace, sampling, number, stop_ids, name, priority)
+    return Submit(RequestId(number), prompt, salt, sampling, number, stop_ids, name, priority)
 
 
 def expected_tokens(

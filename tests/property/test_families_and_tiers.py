@@ -93,7 +93,6 @@ def run(seed: int, num_requests: int = 25) -> SchedulerHarness:
     for name, digest in contents.items():
         load(engine, name, digest)
     heads = [[rng.randrange(50) for _ in range(rng.randint(1, 18))] for _ in range(3)]
-    namespaces = [Namespace(adapter=None, salt=salt) for salt in (None, "a")]
     submitted, aborted, may_fail = {}, set(), rng.random() < 0.3
     weights: dict[int, AdapterDigest | None] = {}
     failed = False
@@ -104,7 +103,7 @@ def run(seed: int, num_requests: int = 25) -> SchedulerHarness:
             prompt[: LONGEST - 16],
             max_tokens=rng.randint(1, 16),
             stop_ids=tuple(rng.sample(range(50), 2)),
-            namespace=rng.choice(namespaces),
+            salt=rng.choice([None, "a"]),
             adapter=rng.choice([None, None, "a", "b"]),
             priority=rng.randrange(3),
         )
@@ -118,7 +117,7 @@ def run(seed: int, num_requests: int = 25) -> SchedulerHarness:
             aborted.add(victim)
             engine.loop.handle(Abort([RequestId(victim)]))
         if rng.random() < 0.1:
-            engine.cache.evict_namespace(rng.choice(namespaces))
+            engine.cache.evict_namespace(Namespace(None, rng.choice([None, "a"])))
         if rng.random() < 0.1:
             # The same name, other weights; or the same again.
             name = rng.choice("ab")

@@ -23,7 +23,7 @@ from manyroots.distributed import wire as ranks
 from manyroots.engine import wire
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import RequestError
-from manyroots.ids import Namespace, RequestId, Row, StepId
+from manyroots.ids import RequestId, Row, StepId
 from manyroots.kernels.sampling import torch_ops
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
 from manyroots.messages import Submit
@@ -97,7 +97,7 @@ class Asker:
     def _submits(self, values: dict[str, Any]) -> list[Submit]:
         ids = map(RequestId, itertools.count(1))
         return self.input_processor.submits(
-            [3, 4, 4, 5], SamplingParams(**values), Namespace(adapter=None, salt=None),
+            [3, 4, 4, 5], SamplingParams(**values), None,
             lambda: next(ids), adapter=None,
         )  # fmt: skip
 
@@ -209,9 +209,8 @@ def test_a_request_that_could_never_choose_is_refused_at_the_door() -> None:
     """Every token would end the text, and none may before min_tokens."""
     input_processor = InputProcessor(info(vocab_size=8), tiny_tokenizer())
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(8)))
-    namespace = Namespace(adapter=None, salt=None)
     with pytest.raises(RequestError, match="stop_token_ids") as caught:
-        input_processor.submits([1], params, namespace, lambda: RequestId(1), adapter=None)
+        input_processor.submits([1], params, None, lambda: RequestId(1), adapter=None)
     assert caught.value.field == "min_tokens"
 
 

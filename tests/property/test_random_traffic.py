@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Abort, FinishReason
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.helpers.seeded import seeds
@@ -29,7 +29,6 @@ def test_random_traffic_gives_each_request_its_own_tokens(seed: int) -> None:
         reuse=rng.random() < 0.85,
     )
     heads = [[rng.randrange(50) for _ in range(rng.randint(1, 16))] for _ in range(3)]
-    namespaces = [Namespace(adapter=None, salt=salt) for salt in (None, "a")]
     submitted, aborted, faults = {}, set(), rng.random() < 0.3
     failed_steps = 0
     for number in range(30):
@@ -40,7 +39,7 @@ def test_random_traffic_gives_each_request_its_own_tokens(seed: int) -> None:
             max_tokens=rng.randint(1, 16),
             min_tokens=rng.choice([0, 0, 1]),
             stop_ids=tuple(rng.sample(range(50), 3)),
-            namespace=rng.choice(namespaces),
+            salt=rng.choice([None, "a"]),
         )
         submitted[number] = request
         engine.loop.handle(request)

@@ -78,7 +78,7 @@ class Case:
         prompt = rng.choice(self.prompts)
         self.sent[number] = submit(
             number, prompt[: LONGEST - 12], max_tokens=rng.randint(1, 12),
-            namespace=Namespace(adapter=None, salt=rng.choice([None, None, None, "s"])),
+            salt=rng.choice([None, None, None, "s"]),
             adapter=rng.choice([None, None, "a", "b", "c"]), priority=rng.choice([0, 0, 1]),
         )  # fmt: skip
         self.engine.loop.handle(self.sent[number])

@@ -45,7 +45,7 @@ from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.grammar.cache import GrammarCache
 from manyroots.grammar.checks import check_structure
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.messages import (
@@ -395,7 +395,7 @@ class Driver:
         priority: int,
     ) -> None:  # fmt: skip
         made = self.input_processor.submits(
-            prompt, sampling, Namespace(adapter=None, salt=salt),
+            prompt, sampling, salt,
             lambda: RequestId(next(self._ids)),
             adapter=None if name is None else AdapterName(name), priority=priority,
         )  # fmt: skip

@@ -38,7 +38,7 @@ import torch
 from manyroots import LLM, SamplingParams
 from manyroots.cache.audit import audit
 from manyroots.errors import ConfigError
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Abort, Submit
 from manyroots.store import storage_link
 from manyroots.store.backends.files import Files
@@ -522,8 +522,7 @@ def aborts(bench: Bench, count: int) -> Told:
                 number += 1
                 ids.append(RequestId(10**6 + number))
                 prompt = bench.prompts[bench.rng.randrange(NUM_PROMPTS)]
-                base = Namespace(adapter=None, salt=None)
-                loop.handle(Submit(ids[-1], prompt, base, GREEDY, 0, (), None))
+                loop.handle(Submit(ids[-1], prompt, None, GREEDY, 0, (), None))
             for _ in range(bench.rng.randrange(4)):
                 loop.step()
             num_aborted += loop._scheduler._cache.has_transfers

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from manyroots import LLM, SamplingParams
 from manyroots.engine import build
 from manyroots.errors import UnavailableError
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Abort, Control, ControlKind, ControlReply, Submit
 from manyroots.models import load
 from tests.helpers.tiny_adapters import TinyAdapters
@@ -168,8 +168,7 @@ def test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights(folders: Path
     with start(folders, "one", kv_check_share=1.0, **few) as llm:
         ask(llm)
         loop: Any = llm._loop
-        base = Namespace(adapter=None, salt=None)
-        loop.handle(Submit(RequestId(99), PROMPT, base, GREEDY, 0, (), None))
+        loop.handle(Submit(RequestId(99), PROMPT, None, GREEDY, 0, (), None))
         while loop._check._check is None:
             loop.step()
         loop.handle(Abort([RequestId(99)]))

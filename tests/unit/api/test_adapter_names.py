@@ -134,7 +134,7 @@ async def test_n21_the_salt_goes_with_the_adapter() -> None:
     server = harness()
     await server.complete(model="sql", cache_salt="tenant", max_tokens=1)
     [submit] = server.engine.submitted
-    assert (submit.adapter, submit.namespace.salt) == ("sql", "tenant")
+    assert (submit.adapter, submit.salt) == ("sql", "tenant")
 
 
 @pytest.mark.parametrize(

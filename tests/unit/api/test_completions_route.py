@@ -219,7 +219,7 @@ async def test_the_engine_receives_what_was_asked() -> None:
     assert (sampling.repetition_penalty, sampling.min_p, sampling.seed) == (1.5, 0.1, 1)
     assert (sampling.min_tokens, sampling.max_tokens) == (1, 3)
     assert sampling.logit_bias == {97: -5}
-    assert submit.namespace.salt == "tenant"
+    assert submit.salt == "tenant"
     assert submit.stop_ids == ()
 
 

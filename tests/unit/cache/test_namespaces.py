@@ -182,10 +182,10 @@ def test_n10_no_namespace_key_or_field_of_it_has_a_default() -> None:
     with pytest.raises(TypeError):
         PrefixKey()  # type: ignore[call-arg]
     for field in dataclasses.fields(Submit):
-        if field.name in ("namespace", "adapter"):  # whose pages, and whose weights
+        if field.name in ("salt", "adapter"):  # whose pages, and whose weights
             assert field.default is field.default_factory is dataclasses.MISSING, field
     with pytest.raises(TypeError, match="adapter"):
-        Submit(RequestId(1), [1], BASE, SamplingParams(), 0, ())  # type: ignore[call-arg]
+        Submit(RequestId(1), [1], None, SamplingParams(), 0, ())  # type: ignore[call-arg]
     methods: list[tuple[Callable[..., object], str]] = [
         (PrefixCache.lookup, "key"),
         (PrefixCache.claim, "key"),

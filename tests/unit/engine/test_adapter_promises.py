@@ -12,7 +12,7 @@ import pytest
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
-from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
+from manyroots.ids import AdapterName, AdapterSlot, RequestId
 from manyroots.kernels.lora_ops import torch_ops as lora_ops
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
@@ -115,12 +115,12 @@ def test_l05_the_servers_setting_limits_the_adapters_of_a_step(
     }  # fmt: skip
     loop = build_engine(engine_settings(settings)).loop
     watched = loop._runner = Watched(loop._runner, 0)
-    numbers, namespace = itertools.count(), Namespace(adapter=None, salt=None)
+    numbers = itertools.count()
     sampling = SamplingParams(max_tokens=12, temperature=0)
 
     def submit(name: str) -> None:
         number = RequestId(next(numbers))
-        loop.handle(Submit(number, [5, 6], namespace, sampling, 0, (), AdapterName(name)))
+        loop.handle(Submit(number, [5, 6], None, sampling, 0, (), AdapterName(name)))
 
     for name in 2 * [*RECIPES]:
         submit(name)

@@ -17,7 +17,7 @@ from manyroots.config import ModelSettings
 from manyroots.engine.grammar_compiles import load_vocabulary
 from manyroots.errors import RequestError
 from manyroots.grammar.cache import CompiledGrammar, GrammarCache
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
     Abort,
     ErrorKind,
@@ -61,9 +61,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def submit(number: int, choice: str | None, adapter: str | None = None) -> Submit:
     wanted = None if choice is None else StructuredOutputsParams(choice=(choice,))
     sampling = SamplingParams(temperature=0, max_tokens=8, structured_outputs=wanted)
-    namespace = Namespace(adapter=None, salt=None)
     name = None if adapter is None else AdapterName(adapter)
-    return Submit(RequestId(number), [1, 2, 3], namespace, sampling, number, (EOS,), name)
+    return Submit(RequestId(number), [1, 2, 3], None, sampling, number, (EOS,), name)
 
 
 def load(loop: Any, number: int, name: str, folder: Path) -> None:
@@ -173,7 +172,7 @@ def test_g01_a_grammar_that_cannot_be_is_one_requests_end(llm: LLM) -> None:
     wanted = StructuredOutputsParams(grammar="start: nowhere")
     sampling = SamplingParams(max_tokens=4, structured_outputs=wanted)
     bad = submit(1, "x")
-    loop.handle(Submit(bad.request_id, [1], bad.namespace, sampling, 1, (EOS,), None))
+    loop.handle(Submit(bad.request_id, [1], bad.salt, sampling, 1, (EOS,), None))
     loop.handle(submit(2, None))
     outputs = run(loop, ended(1, 2))
     [failed] = [output for output in outputs if output.request_id == 1]

@@ -42,7 +42,7 @@ class Asker:
         return self.input_processor.submits(
             prompt,
             SamplingParams(**sampling),
-            BASE,
+            None,
             lambda: next(self.ids),
             adapter=None,
             field="prompt",

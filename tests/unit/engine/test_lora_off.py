@@ -51,8 +51,8 @@ def requests() -> list[Submit]:
         params = SamplingParams(
             max_tokens=6 + number, temperature=0.8 * (number % 2), top_k=9 * (number % 3)
         )
-        namespace = SALTED if number % 5 == 4 else BASE
-        made.append(Submit(RequestId(number), prompt, namespace, params, number, (2,), None))
+        salt = "tenant" if number % 5 == 4 else None
+        made.append(Submit(RequestId(number), prompt, salt, params, number, (2,), None))
     return made
 
 

@@ -52,7 +52,7 @@ async def started(settings: EngineSettings) -> AsyncIterator[ProcessClient]:
 
 def request(client: ProcessClient, max_tokens: int = 8) -> Submit:
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
-    return Submit(client.next_request_id(), list(range(2, 40)), BASE, sampling, 7, (), None)
+    return Submit(client.next_request_id(), list(range(2, 40)), None, sampling, 7, (), None)
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:

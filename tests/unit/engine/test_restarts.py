@@ -57,7 +57,7 @@ def request(client: ProcessClient, max_tokens: int, adapter: str | None = None) 
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     name = None if adapter is None else AdapterName(adapter)
     prompt = list(range(2, 20))
-    return Submit(client.next_request_id(), prompt, BASE, sampling, 7, (), adapter=name)
+    return Submit(client.next_request_id(), prompt, None, sampling, 7, (), adapter=name)
 
 
 async def tokens(client: ProcessClient, adapter: str | None) -> list[int]:

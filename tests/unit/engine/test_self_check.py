@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.engine.self_check import SelfCheck
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import FinishReason, Output, StepOutputs, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
@@ -16,7 +16,7 @@ def test_r09_answers_of_different_weights_are_not_compared(changes: bool) -> Non
     """R09, G06: weights may change while a check waits in the queue."""
     asked: list[Submit] = []
     check = SelfCheck(1.0, 0.1, asked.append, lambda submit: "pages")
-    submit = Submit(RequestId(1), [5] * 9, Namespace(None, None), SamplingParams(), 0, (), None)
+    submit = Submit(RequestId(1), [5] * 9, None, SamplingParams(), 0, (), None)
     check.note(submit)
     check.take(StepOutputs([Output(RequestId(1), [7], None, 8)]))
     assert len(asked) == 2

@@ -7,7 +7,7 @@ import pytest
 
 from manyroots.cache.inspection import TreeWalk
 from manyroots.engine.snapshots import EngineMemory, EngineParts, Snapshots
-from manyroots.ids import AdapterDigest, AdapterName, Namespace, StepId
+from manyroots.ids import AdapterDigest, AdapterName, StepId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.observe.steps import SIZE, StepRing
 from manyroots.snapshot import BASE_MODEL, MAX_STEPS, RequestView, Snapshot, SnapshotAsk
@@ -96,8 +96,7 @@ def test_g07_memory_adds_up_and_salts_are_numbers() -> None:
     engine = SchedulerHarness(num_pages=16)
     snapshots = watched(engine)
     for number, salt in enumerate(["secret-one", "secret-two", None], 1):
-        space = Namespace(adapter=None, salt=salt)
-        engine.loop.handle(submit(number, list(range(10)), max_tokens=6, namespace=space))
+        engine.loop.handle(submit(number, list(range(10)), max_tokens=6, salt=salt))
     engine.step()
     snapshot = look(snapshots, wants_tree=True)
     assert "secret" not in repr(snapshot)

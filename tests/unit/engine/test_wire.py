@@ -18,30 +18,28 @@ from manyroots.engine.wire import (
     decode,
     encode,
 )
-from manyroots.ids import AdapterDigest, Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Batch, FinishReason, Output, Stats, StepOutputs, Submit, Tokens
 from manyroots.sampling import SamplingParams
 
 
 def test_a_prompt_crosses_as_four_bytes_a_token() -> None:
-    namespace = Namespace(adapter=AdapterDigest(b"a" * 32), salt="tenant")
-    submit = Submit(RequestId(5), [1, 2, 150_000], namespace, SamplingParams(), 7, (2,), None)
+    submit = Submit(RequestId(5), [1, 2, 150_000], "tenant", SamplingParams(), 7, (2,), None)
     frames = SubmitWriter().encode(submit)
     assert len(frames[2]) == 12
     body = SubmitReader().decode(frames)
     assert body.prompt == array("i", [1, 2, 150_000])
-    assert (body.request_id, body.namespace, body.stop_ids) == (5, namespace, (2,))
+    assert (body.request_id, body.salt, body.stop_ids) == (5, "tenant", (2,))
 
 
 def test_r03_what_the_sequences_of_a_request_share_crosses_once_and_is_one_object() -> None:
     """R03: a million token ids for 256 prompts took an engine 1.9 GB."""
     asked = SamplingParams(allowed_token_ids=tuple(range(100_000)), bad_words=("no",))
-    plain = Namespace(adapter=None, salt=None)
-    sent = [Submit(RequestId(i), [1], plain, asked, 7, (2,), None) for i in range(40)]
+    sent = [Submit(RequestId(i), [1], None, asked, 7, (2,), None) for i in range(40)]
     others = [SamplingParams(seed=i) for i in range(NUM_KEPT)]
-    sent += [Submit(RequestId(50 + i), [1], plain, other, 7, (2,), None)
+    sent += [Submit(RequestId(50 + i), [1], None, other, 7, (2,), None)
              for i, other in enumerate(others)]  # fmt: skip
-    sent.append(Submit(RequestId(99), [3], plain, asked, 7, (2,), None, max_tokens=5))
+    sent.append(Submit(RequestId(99), [3], None, asked, 7, (2,), None, max_tokens=5))
     writer, reader = SubmitWriter(), SubmitReader()
     frames = [writer.encode(submit) for submit in sent]
     assert sum(len(b"".join(one)) for one in frames[1:40]) < 39 * 600

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.errors import NotFoundError, RequestError
-from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
+from manyroots.ids import AdapterDigest, AdapterName, Tier
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
@@ -23,8 +23,7 @@ def known(engine: SchedulerHarness, *names: str) -> None:
 def ask(engine: SchedulerHarness, number: int, name: str | None, **settings: int) -> list[int]:
     """Submits. Gives what the request gives alone."""
     digest = None if name is None else AdapterDigest(name.encode())
-    namespace = Namespace(adapter=digest, salt=None)
-    request = submit(number, [5, 6, 7, 8, 9], adapter=name, namespace=namespace, **settings)
+    request = submit(number, [5, 6, 7, 8, 9], adapter=name, **settings)
     engine.loop.handle(request)
     return expected_tokens(request, digest)
 

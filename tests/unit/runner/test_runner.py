@@ -47,7 +47,6 @@ from manyroots.store.adapter_pool import AdapterPool
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.helpers import runners
 from tests.helpers.adapter_folders import Recipe, write_adapter
-from tests.helpers.scheduler_harness import BASE
 from tests.unit.grammar import tiny_grammars
 from tests.unit.models.peft_models import ADAPTERS, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
@@ -126,7 +125,7 @@ def submit(
 ) -> Submit:
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     name = None if adapter is None else AdapterName(adapter)
-    return Submit(RequestId(number), prompt, BASE, params, number, (2,), name)
+    return Submit(RequestId(number), prompt, None, params, number, (2,), name)
 
 
 def some_requests(**sampling: Any) -> list[Submit]:

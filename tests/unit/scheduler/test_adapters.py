@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyroots.ids import AdapterDigest, AdapterName, Namespace
+from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from manyroots.scheduler.slices import QUANTUM_LOADS_ALONE
@@ -200,7 +200,7 @@ def test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants(
             submit(
                 number, [number], max_tokens=1, adapter=adapters[number],
                 priority=priorities[number],
-                namespace=Namespace(adapter=None, salt=f"{number % 3}"),
+                salt=f"{number % 3}",
             )
         )  # fmt: skip
     engine.run()
@@ -224,11 +224,10 @@ def test_l08_packing_keeps_to_an_adapter() -> None:
 def test_l08_fair_shares_between_tenants_that_ask_unequally() -> None:
     """L08: a tenant with many requests does not keep another from its share."""
     engine = SchedulerHarness(policy="fair", max_num_seqs=1, depth=0)
-    many, few = Namespace(adapter=None, salt="many"), Namespace(adapter=None, salt="few")
     for number in range(20):
-        engine.loop.handle(submit(number, [number], max_tokens=2, namespace=many))
+        engine.loop.handle(submit(number, [number], max_tokens=2, salt="many"))
     for number in range(20, 23):
-        engine.loop.handle(submit(number, [number], max_tokens=2, namespace=few))
+        engine.loop.handle(submit(number, [number], max_tokens=2, salt="few"))
     engine.run()
     finished = list(engine.outputs)
     assert max(finished.index(number) for number in (20, 21, 22)) < 8

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from manyroots.ids import AdapterDigest, AdapterName, Namespace
+from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.policies.fair import FairPolicy
 from manyroots.step import Plan
@@ -37,10 +37,9 @@ class Shares:
     def ask(self, tenant: str, length: int, max_tokens: int, adapter: str | None = None) -> int:
         number = next(self._numbers)
         self.tenants[number] = tenant
-        namespace = Namespace(adapter=None, salt=tenant)
         prompt = [number % 50, number // 50 % 50, number // 2500 % 50] + [0] * (length - 3)
         self.engine.loop.handle(
-            submit(number, prompt, max_tokens=max_tokens, namespace=namespace, adapter=adapter)
+            submit(number, prompt, max_tokens=max_tokens, salt=tenant, adapter=adapter)
         )
         return number
 
@@ -66,7 +65,7 @@ class Shares:
         scheduler.schedule = schedule  # type: ignore[method-assign]
         if self.keeps_history:
             lanes = scheduler._admission.waiting.lanes.values()
-            waiting = {r.submit.namespace.salt or "" for lane in lanes for r in lane}
+            waiting = {r.submit.salt or "" for lane in lanes for r in lane}
             self.history.append((dict(self.served), waiting))
 
     def run(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.config import Policy
-from manyroots.ids import Namespace, StepId
+from manyroots.ids import StepId
 from manyroots.scheduler.lanes import PlainLane
 from manyroots.scheduler.policies.choice import make_policy
 from manyroots.scheduler.policies.fair import FairLane, FairPolicy
@@ -93,7 +93,7 @@ def test_a_lane_that_all_have_left_is_no_lane() -> None:
 def tenants_queue(policy: Policy, num_tenants: int) -> tuple[WaitingQueue, list[Request]]:
     waiting = [
         Request(
-            submit(i, [1, 2, 3], namespace=Namespace(adapter=None, salt=f"{i}")),
+            submit(i, [1, 2, 3], salt=f"{i}"),
             i,
             StepId(1),
             None,

@@ -33,7 +33,7 @@ def hybrid(num_device: int, num_host: int = 0) -> tuple[Capacity, ...]:
 
 
 def cached(engine: SchedulerHarness, number: int, prompt: list[int], namespace: Namespace) -> int:
-    engine.loop.handle(submit(number, prompt, namespace=namespace, max_tokens=1))
+    engine.loop.handle(submit(number, prompt, salt=namespace.salt, max_tokens=1))
     engine.run()
     return engine.last(number).num_cached_tokens
 
@@ -50,7 +50,7 @@ def test_n05_a_cold_namespaces_first_plan_starts_at_token_0(is_hybrid: bool) -> 
     """N05: with base warm; all steps together compute exactly the prompt."""
     engine = SchedulerHarness(capacities=hybrid(64) if is_hybrid else None, budget=64, depth=0)
     assert cached(engine, 0, PROMPT, BASE) == 0
-    engine.loop.handle(submit(1, PROMPT, namespace=SALTED, max_tokens=1))
+    engine.loop.handle(submit(1, PROMPT, salt=SALTED.salt, max_tokens=1))
     plans: list[Plan] = []
     while engine.scheduler.has_work:
         plan = engine.scheduler.schedule()
@@ -65,7 +65,7 @@ def test_n05_a_cold_namespaces_first_plan_starts_at_token_0(is_hybrid: bool) -> 
 def test_n06_later_chunks_and_decode_pages_are_the_namespaces_own(depth: int) -> None:
     """N06: a prompt in three chunks and decode pages; base hits none, the tenant all."""
     engine = SchedulerHarness(chunk=6, depth=depth)
-    request = submit(0, PROMPT, namespace=SALTED, max_tokens=9)
+    request = submit(0, PROMPT, salt=SALTED.salt, max_tokens=9)
     engine.loop.handle(request)
     engine.run()
     conversation = [*PROMPT, *engine.tokens(0), 5]
@@ -78,7 +78,7 @@ def test_n07_a_retracted_request_resumes_from_its_own_prefix() -> None:
     finds its own pages again and gives its own tokens."""
     engine = SchedulerHarness(num_pages=15, page_size=4, depth=0)
     requests = [
-        submit(i, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=14, namespace=namespace)
+        submit(i, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=14, salt=namespace.salt)
         for i, namespace in enumerate([BASE, SALTED, OTHER])
     ]
     for request in requests:
@@ -106,11 +106,11 @@ def test_h03_a_prefix_on_the_host_is_loaded_by_a_plan_and_not_computed(is_hybrid
     request begins when they are there and computes only the rest."""
     capacities = hybrid(32, 32) if is_hybrid else (Capacity(FULL_ATTENTION, 32, 32),)
     engine = SchedulerHarness(capacities=capacities, depth=0, max_model_len=64)
-    request = submit(0, PROMPT, namespace=SALTED)
+    request = submit(0, PROMPT, salt=SALTED.salt)
     assert cached(engine, 0, PROMPT, SALTED) == 0
     cached(engine, 1, [40, 41], BASE)  # a step more, so that the copies have ended
     push_out(engine)
-    engine.loop.handle(submit(2, PROMPT, namespace=SALTED))
+    engine.loop.handle(submit(2, PROMPT, salt=SALTED.salt))
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert plan.total_tokens == 0

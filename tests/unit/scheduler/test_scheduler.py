@@ -7,7 +7,8 @@ import pytest
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
-from manyroots.ids import AdapterDigest, Namespace, RequestId
+from manyroots.ids import AdapterDigest, AdapterName, RequestId
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
@@ -29,14 +30,14 @@ def test_tokens_do_not_depend_on_chunking_or_overlap(depth: int, chunk: int | No
 def test_n01_namespaces_never_share_and_the_same_one_hits_every_full_page() -> None:
     """N01: warm A; B and base find nothing, A finds every full page but the last token's."""
     prompt = list(range(17))
-    adapter_a = Namespace(adapter=AdapterDigest(b"a" * 32), salt=None)
-    adapter_b = Namespace(adapter=AdapterDigest(b"b" * 32), salt=None)
-    base = Namespace(adapter=None, salt=None)
-    engine = SchedulerHarness()
-    engine.loop.handle(submit(0, prompt, namespace=adapter_a))
+    engine = SchedulerHarness(max_loras=2, max_cpu_loras=2)
+    for name in ("a", "b"):
+        spec = AdapterSpec(AdapterDigest(name.encode() * 32), 4, 1)
+        engine.scheduler.load_adapter(AdapterName(name), spec, path=name)
+    engine.loop.handle(submit(0, prompt, adapter="a"))
     engine.run()
-    for number, namespace, cached in [(1, adapter_b, 0), (2, base, 0), (3, adapter_a, 16)]:
-        engine.loop.handle(submit(number, prompt, namespace=namespace))
+    for number, adapter, cached in [(1, "b", 0), (2, None, 0), (3, "a", 16)]:
+        engine.loop.handle(submit(number, prompt, adapter=adapter))
         engine.run()
         assert engine.last(number).num_cached_tokens == cached
 
@@ -46,10 +47,10 @@ def test_n21_a_salt_separates_tenants() -> None:
     prompt = list(range(12))
     engine = SchedulerHarness()
     for number, salt in enumerate([None, "", "tenant", "Tenant"]):
-        engine.loop.handle(submit(number, prompt, namespace=Namespace(adapter=None, salt=salt)))
+        engine.loop.handle(submit(number, prompt, salt=salt))
         engine.run()
         assert engine.last(number).num_cached_tokens == 0
-    engine.loop.handle(submit(9, prompt, namespace=Namespace(adapter=None, salt="tenant")))
+    engine.loop.handle(submit(9, prompt, salt="tenant"))
     engine.run()
     assert engine.last(9).num_cached_tokens == 8
 

@@ -153,12 +153,10 @@ def test_v02_guesses_come_from_the_namespace_alone() -> None:
     first = submit(1, [1, 2, 3], max_tokens=20)
     for salt, is_guessed in (("a", True), ("b", False)):
         harness = SchedulerHarness(speculative_config=config)
-        namespace = first.namespace._replace(salt="a")
-        harness.loop.handle(submit(1, [1, 2, 3], max_tokens=20, namespace=namespace))
+        harness.loop.handle(submit(1, [1, 2, 3], max_tokens=20, salt="a"))
         harness.run()
-        other = first.namespace._replace(salt=salt)
         before = harness.scheduler.stats().speculation
-        harness.loop.handle(submit(2, [1, 2, 3], max_tokens=20, namespace=other))
+        harness.loop.handle(submit(2, [1, 2, 3], max_tokens=20, salt=salt))
         harness.run()
         after = harness.scheduler.stats().speculation
         assert before is not None

@@ -12,7 +12,7 @@ import pytest
 
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import FinishReason
 from tests.helpers.cache_harness import recurrent, window
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
@@ -112,8 +112,7 @@ def test_p12_n01_tenants_share_nothing() -> None:
     """P12, N01: no request waits for one of another salt."""
     engine = SchedulerHarness(capacities=FAMILIES["state"], budget=512, max_model_len=400)
     for number in range(4):
-        salted = Namespace(adapter=None, salt=str(number % 2))
-        engine.loop.handle(submit(number, [*SYSTEM, number], max_tokens=2, namespace=salted))
+        engine.loop.handle(submit(number, [*SYSTEM, number], max_tokens=2, salt=str(number % 2)))
     plan = engine.scheduler.schedule()
     assert plan is not None
     assert plan.num_tokens.tolist() == [len(SYSTEM)] * 2, "each tenant's first one"
@@ -206,7 +205,7 @@ def test_p12_random_bursts_give_each_request_its_own_tokens(policy: str, seed: i
         salt = rng.choice([None, None, "b"])
         asked[number] = submit(
             number, prompt, max_tokens=rng.randrange(1, 12), priority=rng.randrange(3),
-            namespace=Namespace(adapter=None, salt=salt),
+            salt=salt,
         )  # fmt: skip
         engine.loop.handle(asked[number])
         if rng.random() < 0.3:

@@ -25,7 +25,7 @@ from manyroots.scheduler import fetches
 from manyroots.scheduler.request import State
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
 from tests.helpers.cache_harness import recurrent, window
-from tests.helpers.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
+from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 NUM_PAGES = 10
@@ -51,7 +51,7 @@ class Burst:
     prefetch: Prefetch = Prefetch.WAIT
     max_num_seqs: int = 16
     max_loras: int = 0
-    namespaces: tuple[Namespace, ...] = (BASE,)
+    salts: tuple[str | None, ...] = (None,)
     """Whose prompts storage has."""
     is_slow: bool = False
     """Whether storage gives no answer."""
@@ -61,8 +61,8 @@ class Burst:
         self._seen: set[int] = set()
         is_slow, self.is_slow = self.is_slow, False
         warm = self._start(200, Prefetch.WAIT)
-        for number, (tokens, owner) in enumerate(product(self.prompts, self.namespaces)):
-            warm.loop.handle(submit(number, tokens, max_tokens=1, namespace=owner))
+        for number, (tokens, salt) in enumerate(product(self.prompts, self.salts)):
+            warm.loop.handle(submit(number, tokens, max_tokens=1, salt=salt))
             warm.run()
         self.is_slow = is_slow
         self.num_asked.clear()
@@ -88,10 +88,10 @@ class Burst:
 
     def send(
         self, number: int, tokens: list[int], *, max_tokens: int = 4, priority: int = 0,
-        namespace: Namespace = BASE, adapter: str | None = None,
+        salt: str | None = None, adapter: str | None = None,
     ) -> Submit:  # fmt: skip
         request = submit(
-            number, tokens, max_tokens=max_tokens, priority=priority, namespace=namespace,
+            number, tokens, max_tokens=max_tokens, priority=priority, salt=salt,
             adapter=adapter,
         )  # fmt: skip
         self.engine.loop.handle(request)
@@ -260,13 +260,12 @@ def test_t04_l08_what_is_kept_for_the_unimportant_is_no_matter_to_the_important(
 
 def test_t04_l08_one_tenants_burst_does_not_stand_before_anothers_request() -> None:
     """T04, L08: with the fair policy who was served least is asked for first."""
-    many, few = (Namespace(adapter=None, salt=salt) for salt in ("many", "few"))
     burst = Burst(
-        [prompt(n) for n in range(12)], policy="fair", max_num_seqs=1, namespaces=(many, few)
+        [prompt(n) for n in range(12)], policy="fair", max_num_seqs=1, salts=("many", "few")
     )
-    requests = [burst.send(n, prompt(n), namespace=many) for n in range(10)]
+    requests = [burst.send(n, prompt(n), salt="many") for n in range(10)]
     burst.steps(4)
-    requests += [burst.send(n, prompt(n), namespace=few) for n in (10, 11)]
+    requests += [burst.send(n, prompt(n), salt="few") for n in (10, 11)]
     order = _order_of_ends(burst, range(12))
     assert max(order.index(10), order.index(11)) < 6
     assert burst.finish(requests) == [WHOLE] * 12

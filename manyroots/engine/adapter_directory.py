@@ -1,7 +1,8 @@
-"""The directory of adapters: their names, their files, and the requests that wait for them.
+"""The directory of adapters: which names exist, where their files are, and what waits for them.
 
-In: submissions that name an adapter, loads and unloads. Out: the same submissions, passed to the
-scheduler once it knows the adapter, or refused with a reason; and replies to loads and unloads.
+In: the numbers of requests with the names that they want, loads and unloads. Out: each request's
+hold on its adapter once the scheduler knows that, or the output that refuses it; and replies to
+loads and unloads.
 
 Names are noted at start and their files are read on first use, so starting with many adapters costs
 no more than with few. A read runs on another thread while other requests decode. Messages about one
@@ -11,7 +12,9 @@ already loaded content pass, because a reload does not affect them.
 With --lora-source, an unknown name is looked up when a request first uses it. If there are many
 such names, the least recently used are forgotten.
 
-Only the loop's thread calls this. Knows no tensor and no slot.
+A request that was aborted is still answered; `Preparation`, which owns requests, drops the answer.
+
+Called by the loop's thread alone. Knows no prompt, no tensor and no slot.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +35,7 @@ from manyroots.adapter_names import (
     split_revision,
 )
 from manyroots.config import LoraSettings
-from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, WaitingMessages
+from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, UseLora
 from manyroots.engine.adapter_reads import Finished, Reads
 from manyroots.errors import (
     ManyrootsError,
@@ -47,6 +50,7 @@ from manyroots.lora.files.combination import (
     content_name,
 )
 from manyroots.lora.files.memory import MemoryAdapter
+from manyroots.lora.registry import Hold
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import (
     ErrorKind,
@@ -57,7 +61,6 @@ from manyroots.messages import (
     Notice,
     Output,
     PublishLora,
-    Submit,
     UnloadLora,
 )
 from manyroots.scheduler.scheduler import Scheduler
@@ -112,9 +115,7 @@ class AdapterDirectory:
         *,
         base_names: Collection[str],
     ) -> None:
-        """`base_names`: names of the base model, which no adapter may have."""
-        self.submit: Callable[[Submit], None] = scheduler.submit
-        """Receives requests whose adapter the scheduler knows."""
+        """`base_names`: what the base model is called, which no adapter may be."""
         self._lora_dirs = settings.lora_dirs
         self._is_restricted = bool(settings.lora_dirs or settings.lora_source)
         """If false, any folder may be read. Only the process's own code can ask then, since
@@ -126,10 +127,8 @@ class AdapterDirectory:
         self._files = files
         self._base_names = frozenset(base_names)
         self._entries: dict[AdapterName, AdapterEntry] = {}
-        self._where: dict[RequestId, WaitingMessages] = {}
-        """The waiting messages that each request is among."""
         self.reads: Reads[_Read] = Reads()
-        self._outputs: list[Output] = []
+        self._outcomes: list[tuple[RequestId, Hold | Output]] = []
         self._replies: list[LoraReply] = []
         self._read_times: list[LoadTime] = []
         for module in settings.lora_modules:
@@ -146,7 +145,7 @@ class AdapterDirectory:
                 f"adapter {name!r} is not known; say in which folder it is.", field="lora_path"
             )
         if entry is None:
-            self._entries[name] = AdapterEntry(name, module, WaitingMessages(self._where))
+            self._entries[name] = AdapterEntry(name, module)
         elif entry.module is None or (module.path and module.path != entry.module.path):
             raise RequestError(
                 f"adapter {name!r} is known already, from another folder than {module.path!r}; "
@@ -155,11 +154,11 @@ class AdapterDirectory:
             )
 
     def handle(self, message: AdapterMessage) -> None:
-        """Handle a message now, or after earlier messages of the same name."""
-        if isinstance(message, Submit) and is_combination(str(message.adapter)):
+        """Carry out a message, now or when its turn in the name's entry has come."""
+        if isinstance(message, UseLora) and is_combination(message.name):
             self._combine(message)
-            return
-        self._handle(message)
+        else:
+            self._handle(message)
 
     def _handle(self, message: AdapterMessage) -> None:
         entry = self._entry_of(message)
@@ -167,27 +166,12 @@ class AdapterDirectory:
             self._found.move_to_end(entry.name)
         if entry is None:
             self._refuse_unknown(message)
-        elif (
-            isinstance(message, Submit) and self._is_alive(message) and not entry.waiting.has_unload
-        ):
-            self.submit(message)
+        elif isinstance(message, UseLora) and self._is_alive(message) and not entry.has_unload:
+            self._give(message)
         elif entry.is_reading:
             entry.waiting.append(message)
         else:
             self._carry_out(entry, message)
-
-    def abort(self, request_id: RequestId) -> bool:
-        """Forget a request that waits here; False if there is none."""
-        waiting = self._where.get(request_id)
-        if waiting is None:
-            return False
-        waiting.remove(request_id)
-        self._outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
-        return True
-
-    def waiting(self) -> list[Submit]:
-        """Requests that wait until their adapter's files are read."""
-        return [m for e in self._entries.values() for m in e.waiting if isinstance(m, Submit)]
 
     def where(self, name: AdapterName) -> Tier | None:
         """The tier on which a new request finds the weights; None if the name is unknown."""
@@ -199,18 +183,17 @@ class AdapterDirectory:
 
     @property
     def has_outcomes(self) -> bool:
-        return bool(self._outputs or self._replies or self.reads.has_finished)
+        return bool(self._outcomes or self._replies or self.reads.has_finished)
 
-    @property
-    def is_reading(self) -> bool:
-        return self.reads.num_under_way > 0
-
-    def poll(self) -> list[Output]:
-        """Handle finished reads. Returns the outputs of requests that were refused."""
+    def poll(self) -> None:
+        """Take in what has been read meanwhile."""
         for finished in self.reads.take():
             self._take_in(finished)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+
+    def take_outcomes(self) -> list[tuple[RequestId, Hold | Output]]:
+        """Requests that have their adapter since the last call, or were refused."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
 
     def take_replies(self) -> list[LoraReply]:
         replies, self._replies = self._replies, []
@@ -227,23 +210,27 @@ class AdapterDirectory:
     # Inside
 
     def _entry_of(self, message: AdapterMessage) -> AdapterEntry | None:
-        name = message.name if not isinstance(message, Submit) else _name_of(message)
+        name = AdapterName(split_revision(message.name)[0])
         entry = self._entries.get(name)
         if entry is not None or self._name_fault(name):
             return entry
         if isinstance(message, LoadLora | PublishLora):
-            entry = self._entries[name] = AdapterEntry(name, None, WaitingMessages(self._where))
-        elif isinstance(message, Submit) and self._sources.finds_names:
-            entry = AdapterEntry(name, LoraModule(name, ""), WaitingMessages(self._where))
-            self._entries[name] = entry
+            entry = self._entries[name] = AdapterEntry(name, None)
+        elif isinstance(message, UseLora) and self._sources.finds_names:
+            entry = self._entries[name] = AdapterEntry(name, LoraModule(name, ""))
             self._found[name] = None
         return entry
 
-    def _is_alive(self, submit: Submit) -> bool:
-        """Whether a request's adapter can be held now."""
-        assert submit.adapter is not None
-        name, revision = split_revision(submit.adapter)
+    def _is_alive(self, wanted: UseLora) -> bool:
+        """Whether what a request names can be held now."""
+        name, revision = split_revision(wanted.name)
         return self._scheduler.find_adapter(AdapterName(name), revision) is not None
+
+    def _give(self, wanted: UseLora) -> None:
+        """A request holds what it names from now on."""
+        name, revision = split_revision(wanted.name)
+        hold = self._scheduler.hold_adapter(AdapterName(name), revision)
+        self._outcomes.append((wanted.request_id, hold))
 
     def _name_fault(self, name: str) -> str | None:
         if name in self._base_names:
@@ -253,14 +240,14 @@ class AdapterDirectory:
     def _carry_out(self, entry: AdapterEntry, message: AdapterMessage) -> None:
         """Handle a message; no read of this name is in progress."""
         match message:
-            case Submit() if is_combination(str(message.adapter)) and entry.combines is None:
+            case UseLora() if is_combination(message.name) and entry.combines is None:
                 self._combine(message)
-            case Submit() if self._is_alive(message):
-                self.submit(message)
-            case Submit() if self._scheduler.adapter(entry.name) is not None:
-                self._refuse_unknown(message)  # a revision that no longer exists
-            case Submit() if entry.module is not None:
-                entry.waiting.append_first(message)
+            case UseLora() if self._is_alive(message):
+                self._give(message)
+            case UseLora() if self._scheduler.adapter(entry.name) is not None:
+                self._refuse_unknown(message)  # a revision that is over
+            case UseLora() if entry.module is not None:
+                entry.waiting.appendleft(message)
                 self._begin(entry, entry.module.path, None)
             case LoadLora() if entry.module is None or message.in_place:
                 self._begin(entry, message.path, message)
@@ -278,22 +265,21 @@ class AdapterDirectory:
             case _:
                 self._refuse_unknown(message)
 
-    def _combine(self, submit: Submit) -> None:
-        """A request for several adapters. Each is read if needed; then the request waits for their
-        sum, which has its own name."""
-        assert submit.adapter is not None
+    def _combine(self, wanted: UseLora) -> None:
+        """A request for several adapters: each is read if it is not, then their sum is what it
+        waits for, under a name of its own."""
         found: list[FoundPart] = []
-        for part in combined_names(submit.adapter):
+        for part in combined_names(wanted.name):
             name, revision = split_revision(part.name)
             version = self._scheduler.find_adapter(AdapterName(name), revision)
             if version is not None:
                 found.append(FoundPart(version.path, version.digest, part.weight))
                 continue
-            entry = self._entry_of(replace(submit, adapter=AdapterName(part.name)))
+            entry = self._entry_of(UseLora(wanted.request_id, AdapterName(part.name)))
             if entry is None or (revision is not None and self._scheduler.adapter(entry.name)):
-                self._refuse(submit, _no_such_model(part.name), ErrorKind.NOT_FOUND)
+                self._refuse(wanted, _no_such_model(part.name), ErrorKind.NOT_FOUND)
                 return
-            entry.waiting.append(submit)
+            entry.waiting.append(wanted)
             if not entry.is_reading:
                 assert entry.module is not None
                 self._begin(entry, entry.module.path, None)
@@ -301,10 +287,9 @@ class AdapterDirectory:
         name = content_name(found)
         if name not in self._entries:
             module = LoraModule(name, combined_path(found))
-            entry = AdapterEntry(name, module, WaitingMessages(self._where), combines=tuple(found))
-            self._entries[name] = entry
+            self._entries[name] = AdapterEntry(name, module, combines=tuple(found))
             self._found[name] = None
-        self._handle(replace(submit, adapter=name))
+        self._handle(UseLora(wanted.request_id, name))
 
     def _forget_combinations(self, digest: AdapterDigest) -> None:
         """Drop sums that include content which requests may no longer use."""
@@ -375,7 +360,7 @@ class AdapterDirectory:
             LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good, digest)
         )
         while entry.waiting and not entry.is_reading:
-            self._carry_out(entry, entry.waiting.pop())
+            self._carry_out(entry, entry.waiting.popleft())
         if entry.module is None and not entry.is_reading and self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
         self._forget_found()
@@ -416,8 +401,9 @@ class AdapterDirectory:
         reason = f"adapter {entry.name!r} can't be used: {error}"
         if kind is ErrorKind.NOT_FOUND and entry.module is None:
             reason = _no_such_model(entry.name)
-        while entry.waiting and isinstance(entry.waiting.first, Submit):
-            self._refuse(entry.waiting.pop(), reason, kind)
+        while entry.waiting and isinstance(wanted := entry.waiting[0], UseLora):
+            entry.waiting.popleft()
+            self._refuse(wanted, reason, kind)
 
     def _forget_found(self) -> None:
         """Forget the oldest names found in --lora-source if there are too many; they can be found
@@ -450,8 +436,8 @@ class AdapterDirectory:
             del self._entries[entry.name]
 
     def _refuse_unknown(self, message: AdapterMessage) -> None:
-        if isinstance(message, Submit):
-            self._refuse(message, _no_such_model(message.adapter), ErrorKind.NOT_FOUND)
+        if isinstance(message, UseLora):
+            self._refuse(message, _no_such_model(message.name), ErrorKind.NOT_FOUND)
         elif isinstance(message, UnloadLora):
             reason = f"adapter {message.name!r} is not loaded; GET /v1/models lists those that are."
             self._reply_error(message.op_id, reason, ErrorKind.NOT_FOUND)
@@ -459,12 +445,10 @@ class AdapterDirectory:
             reason = self._name_fault(message.name) or "the name can't be used"
             self._reply_error(message.op_id, reason, ErrorKind.REQUEST)
 
-    def _refuse(self, message: AdapterMessage, reason: str, kind: ErrorKind) -> None:
-        assert isinstance(message, Submit)
-        notice = Notice(error_kind=kind)
-        self._outputs.append(
-            Output(message.request_id, [], FinishReason.ERROR, 0, error=reason, notice=notice)
-        )
+    def _refuse(self, wanted: UseLora, reason: str, kind: ErrorKind) -> None:
+        number, notice = wanted.request_id, Notice(error_kind=kind)
+        output = Output(number, [], FinishReason.ERROR, 0, error=reason, notice=notice)
+        self._outcomes.append((number, output))
 
     def _reply_error(self, op_id: int, reason: str, kind: ErrorKind) -> None:
         self._replies.append(LoraReply(op_id, error=reason, error_kind=kind))
@@ -483,11 +467,6 @@ def _loaded(op_id: int, read: _Read, is_unchanged: bool) -> LoraReply:
     )
 
 
-def _name_of(submit: Submit) -> AdapterName:
-    assert submit.adapter is not None
-    return AdapterName(split_revision(submit.adapter)[0])
-
-
 def _kind_of(error: Exception) -> ErrorKind:
     match error:
         case NotFoundError():
@@ -499,5 +478,5 @@ def _kind_of(error: Exception) -> ErrorKind:
     return ErrorKind.ENGINE
 
 
-def _no_such_model(name: str | None) -> str:
+def _no_such_model(name: str) -> str:
     return f"model {name!r} does not exist; GET /v1/models lists those that do."

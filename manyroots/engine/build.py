@@ -130,8 +130,6 @@ def build_engine(
         scheduler,
         cache,
         adapters,
-        directory,
-        compiles,
         EngineMemory(
             ranks * model.num_bytes,
             ranks * (slot_bytes(settings.lora, model, model.dtype) if directory else 0),

@@ -1,8 +1,8 @@
 """Compiles grammars beside the steps, and holds the requests that wait for them.
 
-In: submissions with structured output. Out: the same submissions once their grammar is compiled, or
-refused with the reason. Other requests do not wait. A request holds its grammar until it is
-finished.
+In: the numbers of requests whose output has a shape. Out: the same ones once their grammar is
+there, or what refuses them. No other request waits meanwhile. A request holds its grammar until it
+is over. One that was aborted is still answered; `Preparation` drops the answer.
 
 Only the loop's thread calls this.
 """
@@ -17,26 +17,18 @@ from manyroots.errors import RequestError
 from manyroots.grammar.cache import CompiledGrammar, GrammarCache
 from manyroots.grammar.vocabulary import Vocabulary
 from manyroots.ids import RequestId
-from manyroots.messages import ErrorKind, FinishReason, Notice, Output, Submit
+from manyroots.messages import ErrorKind, FinishReason, Notice, Output
 from manyroots.structured_outputs import StructuredOutputsParams
 
 
 class GrammarCompiles:
-    """The requests that wait for each grammar, and those that hold one."""
+    """Which requests wait for which grammar, and which have one."""
 
     def __init__(self, grammars: GrammarCache) -> None:
         self._grammars = grammars
         self.reads: Reads[CompiledGrammar] = Reads()
-        self._waiting: dict[StructuredOutputsParams, list[Submit]] = {}
+        self._waiting: dict[StructuredOutputsParams, list[RequestId]] = {}
         self._held: dict[RequestId, CompiledGrammar] = {}
-
-    @property
-    def is_compiling(self) -> bool:
-        return self.reads.num_under_way > 0
-
-    @property
-    def has_outcomes(self) -> bool:
-        return self.reads.has_finished
 
     def begin(self, wanted: StructuredOutputsParams) -> None:
         """Compile a grammar, unless it is compiled or being compiled."""
@@ -44,49 +36,30 @@ class GrammarCompiles:
             self._waiting[wanted] = []
             self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
 
-    def is_there(self, submit: Submit) -> bool:
-        """Whether a request can continue now; otherwise it is kept until `poll` returns it."""
-        wanted = submit.sampling.structured_outputs
-        assert wanted is not None
+    def is_there(self, request_id: RequestId, wanted: StructuredOutputsParams) -> bool:
+        """Whether a request can go on now; else it is kept until `poll` gives it back."""
         grammar = None if wanted in self._waiting else self._grammars.find(wanted)
         if grammar is not None:
-            self._hold(submit, grammar)
+            self.hold(request_id, grammar)
             return True
         self.begin(wanted)
-        self._waiting[wanted].append(submit)
+        self._waiting[wanted].append(request_id)
         return False
 
-    def poll(self) -> tuple[list[Submit], list[Output]]:
-        """Requests whose grammar is compiled, and final outputs of those whose grammar failed."""
-        ready: list[Submit] = []
-        refused: list[Output] = []
+    def hold(self, request_id: RequestId, grammar: CompiledGrammar) -> None:
+        """A request has its grammar until its last output."""
+        self._held[request_id] = grammar
+
+    def poll(self) -> list[tuple[RequestId, CompiledGrammar | Output]]:
+        """Requests whose grammar has come, and the ends of those that can't have theirs."""
+        outcomes: list[tuple[RequestId, CompiledGrammar | Output]] = []
         for finished in self.reads.take():
             assert isinstance(finished.key, StructuredOutputsParams)
-            submits = self._waiting.pop(finished.key)
-            if finished.result is None:
-                refused += [_refusal(submit, finished) for submit in submits]
-                continue
-            for submit in submits:
-                self._hold(submit, finished.result)
-            ready += submits
-        return ready, refused
-
-    def waiting(self) -> list[Submit]:
-        """Requests whose grammar is being compiled."""
-        return [submit for submits in self._waiting.values() for submit in submits]
-
-    def _hold(self, submit: Submit, grammar: CompiledGrammar) -> None:
-        self._held[submit.request_id] = grammar
-
-    def abort(self, request_id: RequestId) -> bool:
-        """Forget a request; returns whether it waited."""
-        self._held.pop(request_id, None)
-        for submits in self._waiting.values():
-            for submit in submits:
-                if submit.request_id == request_id:
-                    submits.remove(submit)
-                    return True
-        return False
+            outcomes += [
+                (number, finished.result or _refusal(number, finished))
+                for number in self._waiting.pop(finished.key)
+            ]
+        return outcomes
 
     def release(self, outputs: Iterable[Output]) -> None:
         """Release grammars of finished requests."""
@@ -100,13 +73,13 @@ class GrammarCompiles:
         self._grammars.close()
 
 
-def _refusal(submit: Submit, finished: Finished[CompiledGrammar]) -> Output:
+def _refusal(request_id: RequestId, finished: Finished[CompiledGrammar]) -> Output:
     is_theirs = isinstance(finished.error, RequestError)
     kind = ErrorKind.REQUEST if is_theirs else ErrorKind.ENGINE
-    wanted = submit.sampling.structured_outputs
-    assert wanted is not None
+    wanted = finished.key
+    assert isinstance(wanted, StructuredOutputsParams)
     return Output(
-        submit.request_id,
+        request_id,
         [],
         FinishReason.ERROR,
         0,

@@ -15,26 +15,23 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from manyroots.adapter_names import LoraModule, split_revision
+from manyroots.adapter_names import LoraModule
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.connectors import Connectors
+from manyroots.engine.preparation import Preparation
 from manyroots.engine.self_check import SelfCheck
-from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
-from manyroots.ids import AdapterName, RequestId, Tier
-from manyroots.lora.registry import Hold
+from manyroots.errors import ManyrootsError, UnavailableError
+from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
     Abort,
     Control,
     ControlKind,
     ControlReply,
     ErrorKind,
-    FinishReason,
     LoadLora,
     LoadTime,
     LoraReply,
-    Notice,
-    Output,
     PublishLora,
     SelfCheckStats,
     Stats,
@@ -60,7 +57,6 @@ def _ignore(request_ids: list[RequestId]) -> None:
 
 
 MAX_WAYS = 4096
-_NO_LORA = "this engine was started without LoRA; start it with --enable-lora."
 
 
 class _LoadTimer:
@@ -143,16 +139,14 @@ class EngineLoop:
         takes the submit function; None checks nothing."""
         self._scheduler = scheduler
         self._runner = runner
-        self._directory = directory
-        if directory is not None:
-            directory.submit = self._queue
-        self._compiles = compiles
+        self.preparation = Preparation(scheduler, directory, compiles)
+        """Requests that the scheduler does not have yet."""
         self._alarm = alarm
         self._events = events
         self._connectors = connectors
         self._unpublished: list[CacheEvent] = []
         """Events that connectors have heard in this step."""
-        self._check = None if make_check is None else make_check(self._submit)
+        self._check = None if make_check is None else make_check(self.preparation.submit)
         self._depth = depth
         self._now = now
         self._launched: deque[Future[StepResult]] = deque()
@@ -161,13 +155,7 @@ class EngineLoop:
         self._done_at_s = 0.0
         """The time of the newest result."""
         self._gathered = StepOutputs([])
-        self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
-        self._adapter_was: dict[RequestId, Tier] = {}
-        self._revisions: dict[RequestId, str] = {}
-        """For requests without output yet, the adapter's tier when they arrived."""
-        self._holds: dict[RequestId, Hold] = {}
-        """For requests that wait for a grammar, the adapter content that they hold."""
         self._load_timer = _LoadTimer()
         self.ways: dict[str, dict[str, float]] = {}
         """Load times of adapters, by digest and route; only for display."""
@@ -184,16 +172,14 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now. Reads in progress do not count."""
-        if len(self._gathered) > 0 or self._replies or self._controls or self._asked:
+        """Whether `step` has anything to do now. What is being read is no work."""
+        if len(self._gathered) > 0 or self._controls or self._asked:
             return True
         if self._launched or (self._scheduler.has_work and not self._is_paused):
             return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
-        if self._compiles is not None and self._compiles.has_outcomes:
-            return True
-        return self._directory is not None and self._directory.has_outcomes
+        return self.preparation.has_outcomes
 
     @property
     def is_paused(self) -> bool:
@@ -203,32 +189,21 @@ class EngineLoop:
     @property
     def is_reading(self) -> bool:
         """Whether an adapter's files are being read, or a grammar is being compiled."""
-        if self._compiles is not None and self._compiles.is_compiling:
-            return True
-        return self._directory is not None and self._directory.is_reading
+        return self.preparation.is_reading
 
     def wait_for_read(self, timeout_s: float | None = None) -> None:
-        """Sleep until a read ends or until the timeout; only while `is_reading`."""
-        if self._compiles is not None and self._compiles.is_compiling:
-            self._compiles.reads.wait(timeout_s)
-            return
-        assert self._directory is not None
-        self._directory.reads.wait(timeout_s)
+        """Sleep until a read is over or the time is; only while `is_reading`."""
+        self.preparation.wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Call `wake`, on another thread, whenever a read or the engine ends."""
         if self._alarm is not None:
             self._alarm.wake = wake
-        if self._directory is not None:
-            self._directory.reads.wake = wake
-        if self._compiles is not None:
-            self._compiles.reads.wake = wake
+        self.preparation.wake_by(wake)
 
     def note_adapter(self, module: LoraModule) -> None:
-        """Register an adapter's name; its files are read on first use."""
-        if self._directory is None:
-            raise RequestError(_NO_LORA, field="lora_request")
-        self._directory.note(module)
+        """Know an adapter by name; its files are read when it is first used."""
+        self.preparation.note(module)
 
     def handle(
         self, message: Submit | Abort | LoadLora | PublishLora | UnloadLora | Control
@@ -241,84 +216,20 @@ class EngineLoop:
             case Submit():
                 if self._check is not None:
                     self._check.note(message)
-                self._submit(message)
+                self.preparation.submit(message)
             case Abort():
                 for request_id in message.request_ids:
                     self._abort(request_id)
-            case _ if self._directory is not None:
-                self._directory.handle(message)
             case _:
-                self._replies.append(
-                    LoraReply(message.op_id, error=_NO_LORA, error_kind=ErrorKind.REQUEST)
-                )
-
-    def _submit(self, submit: Submit) -> None:
-        if submit.sampling.structured_outputs is not None:
-            if self._compiles is None:
-                self._refuse(submit, "this engine gives no structured output.", ErrorKind.REQUEST)
-                return
-            self._compiles.begin(submit.sampling.structured_outputs)
-        if self._directory is not None and submit.adapter is not None:
-            was = self._directory.where(submit.adapter)
-            if was is not None:
-                self._adapter_was[submit.request_id] = was
-            self._directory.handle(submit)
-            return
-        try:
-            self._queue(submit)
-        except NotFoundError as error:
-            # The input processor knew the adapter; it was unloaded since.
-            self._refuse(submit, str(error), ErrorKind.NOT_FOUND)
-
-    def _queue(self, submit: Submit) -> None:
-        """Queue a request with a known adapter once its grammar is compiled. Until then it holds
-        the adapter's content, so an unload or reload does not affect it."""
-        hold = None
-        if submit.adapter is not None:
-            name, revision = split_revision(submit.adapter)
-            hold = self._scheduler.hold_adapter(AdapterName(name), revision)
-            self._revisions[submit.request_id] = hold.version.revision
-        if submit.sampling.structured_outputs is None:
-            self._scheduler.submit(submit, hold)
-            return
-        assert self._compiles is not None
-        if self._compiles.is_there(submit):
-            self._scheduler.submit(submit, hold)
-        elif hold is not None:
-            self._holds[submit.request_id] = hold
-
-    def _take_grammars(self, compiles: GrammarCompiles) -> None:
-        ready, refused = compiles.poll()
-        for submit in ready:
-            self._scheduler.submit(submit, self._holds.pop(submit.request_id, None))
-        for output in refused:
-            self._release_adapter(output.request_id)
-        self._gathered.outputs.extend(refused)
-
-    def _release_adapter(self, request_id: RequestId) -> None:
-        """Release the adapter of a request that no longer waits for a grammar and is not queued."""
-        hold = self._holds.pop(request_id, None)
-        if hold is not None:
-            self._scheduler.release_adapter(hold)
-
-    def _refuse(self, submit: Submit, error: str, kind: ErrorKind) -> None:
-        notice = Notice(error_kind=kind)
-        self._gathered.outputs.append(
-            Output(submit.request_id, [], FinishReason.ERROR, 0, error=error, notice=notice)
-        )
+                self.preparation.handle(message)
 
     def _abort(self, request_id: RequestId) -> None:
         if self._check is not None:
             self._check.forget(request_id)
-        if self._compiles is not None and self._compiles.abort(request_id):
-            self._release_adapter(request_id)
-            self._gathered.outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
-            return
-        if self._directory is not None and self._directory.abort(request_id):
-            return
-        output = self._scheduler.abort(request_id)
-        if output is not None:
-            self._gathered.outputs.append(output)
+        if not self.preparation.abort(request_id):
+            output = self._scheduler.abort(request_id)
+            if output is not None:
+                self._gathered.outputs.append(output)
 
     def step(self) -> StepOutputs:
         """Launch the next step, wait for the one before it, and give the outputs so far.
@@ -327,10 +238,8 @@ class EngineLoop:
         """
         if self._alarm is not None and self._alarm.reason is not None:
             raise UnavailableError(self._alarm.reason)
-        if self._compiles is not None and self._compiles.has_outcomes:
-            self._take_grammars(self._compiles)
-        if self._directory is not None:
-            self._gathered.outputs.extend(self._directory.poll())
+        if self.preparation.has_outcomes:
+            self._gathered.outputs.extend(self.preparation.poll())
         self._scheduler.pass_time(self._now())
         if self._launched and self._scheduler.awaits_result:
             # Its messages are sent while the next step runs.
@@ -358,10 +267,7 @@ class EngineLoop:
             events, self._unpublished = self._unpublished + self._scheduler.take_events(), []
             self._events.publish(events)
         outputs, self._gathered = self._gathered, StepOutputs([])
-        if self._adapter_was or self._revisions:
-            self._say_where_adapters_were(outputs)
-        if self._compiles is not None:
-            self._compiles.release(outputs.outputs)
+        self.preparation.pass_on(outputs)
         if self._check is not None:
             self._check.take(outputs)
         return outputs
@@ -373,17 +279,6 @@ class EngineLoop:
         if self._events is not None:
             self._unpublished += events
         self._connectors.hear(events, what)
-
-    def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
-        """Add the adapter's tier to the first output of a request, which is then more than a plain
-        token."""
-        outputs.single_out(self._adapter_was.keys() | self._revisions.keys())
-        for output in outputs.outputs:
-            was = self._adapter_was.pop(output.request_id, None)
-            revision = self._revisions.pop(output.request_id, None)
-            if was is not None or revision is not None:
-                notice = output.notice or Notice()
-                output.notice = replace(notice, adapter_was=was, revision=revision)
 
     def _carried_out(self, control: Control) -> ControlReply:
         """Execute a control; no step runs now."""
@@ -431,14 +326,12 @@ class EngineLoop:
         return controls
 
     def take_replies(self) -> list[LoraReply]:
-        """Replies to loads and unloads since the last call."""
-        replies, self._replies = self._replies, []
-        return replies + self._directory.take_replies() if self._directory is not None else replies
+        """Answers to loads and unloads since the last call."""
+        return self.preparation.take_replies()
 
     def take_loads(self) -> list[LoadTime]:
         """Adapters that were read or loaded since the last call."""
-        reads = self._directory.take_read_times() if self._directory is not None else []
-        loads = reads + self._load_timer.take()
+        loads = self.preparation.take_read_times() + self._load_timer.take()
         for load in loads:
             if load.is_good:
                 self._note_way(load)
@@ -464,10 +357,7 @@ class EngineLoop:
         return replace(stats, self_check=checks)
 
     def close(self) -> None:
-        if self._directory is not None:
-            self._directory.close()
-        if self._compiles is not None:
-            self._compiles.close()
+        self.preparation.close()
         self._runner.close()
         if self._events is not None:
             self._events.close()

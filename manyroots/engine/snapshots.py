@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.inspection import TreeWalk
@@ -42,12 +42,6 @@ MAX_NUMBERED = 100_000
 """Most namespaces and tenants with their own number; then numbering restarts."""
 
 
-class _HasWaiting(Protocol):
-    """A holder of requests that the scheduler does not know yet."""
-
-    def waiting(self) -> list[Submit]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
     """Memory that an engine took at start, in bytes of all ranks together."""
@@ -68,8 +62,6 @@ class EngineParts:
     scheduler: Scheduler
     cache: PrefixCache
     adapters: Residency
-    directory: _HasWaiting | None
-    compiles: _HasWaiting | None
     memory: EngineMemory
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -151,13 +143,13 @@ class Snapshots:
 
     def _early(self) -> Iterator[RequestView]:
         """Requests that the scheduler does not know yet."""
-        directory, compiles = self._parts.directory, self._parts.compiles
-        reads = [] if directory is None else directory.waiting()
-        grammars = [] if compiles is None else compiles.waiting()
-        for submit in reads[: MAX_REQUESTS // 2]:
-            yield self._before(submit, WaitReason.LOAD, "its adapter's files are being read")
-        for submit in grammars[: MAX_REQUESTS // 2]:
-            yield self._before(submit, WaitReason.GRAMMAR, "its grammar is being compiled")
+        for waiting in islice(self._loop.preparation.waiting.values(), MAX_REQUESTS):
+            if waiting.needs_adapter:
+                reason = "its adapter's files are being read"
+                yield self._before(waiting.submit, WaitReason.LOAD, reason)
+            else:
+                reason = "its grammar is being compiled"
+                yield self._before(waiting.submit, WaitReason.GRAMMAR, reason)
 
     def _before(self, submit: Submit, wait: WaitReason, reason: str) -> RequestView:
         return RequestView(

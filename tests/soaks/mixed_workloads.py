@@ -436,7 +436,7 @@ class Driver:
 
     def _settle(self, name: str) -> None:
         """What a name means now is what the engine says, if nothing about it is under way."""
-        directory: Any = self.loop._directory
+        directory: Any = self.loop.preparation._directory
         entry = directory._entries.get(name)
         if entry is not None and (entry.is_reading or entry.waiting):
             return
@@ -582,11 +582,11 @@ class Driver:
 
     def _check_bookkeeping(self) -> None:
         loop: Any = self.loop
+        early = loop.preparation
         kept = {
-            "adapter_was": loop._adapter_was, "loads": loop._load_timer._begun,
-            "where": loop._directory._where, "entries": loop._directory._entries,
-            "grammars": loop._compiles._held, "waiting": loop._compiles._waiting,
-            "held for them": loop._holds,
+            "notices": early._notices, "loads": loop._load_timer._begun,
+            "preparing": early.waiting, "entries": early._directory._entries,
+            "grammars": early._compiles._held, "waiting": early._compiles._waiting,
             "noted": loop._check._noted if loop._check else {},
             "requests": self.scheduler._requests,
             "holds": self.scheduler._adapters.registry.num_holds,

@@ -137,14 +137,14 @@ def test_an_abort_looks_at_no_other_message(make: Any) -> None:
     before = sys.gettrace()
     sys.settrace(count)
     try:
-        assert directory.loop._directory.abort(RequestId(1600))
+        assert directory.loop.preparation.abort(RequestId(1600))
     finally:
         sys.settrace(before)
     assert 0 < num_lines < 30
     directory.loop.handle(Abort([RequestId(number) for number in numbers[:-1]]))
     directory.files.gate.set()
     directory.run()
-    assert not directory.loop._directory._where
+    assert not directory.loop.preparation.waiting
     ends = [directory.outputs[number][-1].finish_reason for number in numbers]
     assert ends == [FinishReason.ABORT] * 1600
 

@@ -124,7 +124,7 @@ def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
     loop.handle(submit(5, "abc"))
     run(loop, ended(5))
     assert len(compiled) == 2, "found again"
-    assert not loop._compiles._held
+    assert not loop.preparation._compiles._held
 
 
 def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
@@ -152,7 +152,7 @@ def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
     registry = loop._scheduler._adapters.registry
     assert not registry.open_holds
     assert not registry.contents, "it was unloaded, and nobody holds it any more"
-    assert not loop._holds
+    assert not loop.preparation.waiting
 
 
 def test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter(llm: LLM, tmp_path: Path) -> None:

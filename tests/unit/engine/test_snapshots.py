@@ -19,9 +19,7 @@ NO_MEMORY = EngineMemory(1000, 10, [8])
 
 def watched(engine: SchedulerHarness) -> Snapshots:
     engine.loop.ring = StepRing(8)
-    parts = EngineParts(
-        engine.scheduler, engine.cache, engine.adapters, None, None, NO_MEMORY, 8, 32
-    )
+    parts = EngineParts(engine.scheduler, engine.cache, engine.adapters, NO_MEMORY, 8, 32)
     return Snapshots(parts, engine.loop, engine.loop.ring)
 
 

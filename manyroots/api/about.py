@@ -9,13 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from manyroots.api.adapters import Adapter
 from manyroots.api.errors import RETRY_WHEN_UNAVAILABLE_S
 from manyroots.api.events import json_response
 from manyroots.api.middleware import brings
 from manyroots.api.responses import ModelCard, ModelList
 from manyroots.api.state import Phase, ServerState, Service, server_of
 from manyroots.api.tenants import current_tenant
+from manyroots.engine.adapter_table import KnownAdapter
 from manyroots.version import __version__
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -116,11 +116,11 @@ def _base(service: Service) -> ModelCard:
     )
 
 
-def _adapter(service: Service, adapter: Adapter) -> ModelCard:
+def _adapter(service: Service, adapter: KnownAdapter) -> ModelCard:
     return ModelCard(
         id=adapter.name,
         created=adapter.created,
         root=adapter.path,
-        parent=adapter.parent,
+        parent=adapter.parent or service.model_name,
         max_model_len=service.engine.info.max_model_len,
     )

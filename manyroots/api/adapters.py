@@ -1,21 +1,14 @@
 """Which adapters callers may name, and which one a request means.
 
-Takes the names known at start and what the engine says of loads and unloads; gives the adapter of
-each prompt, or a 404 or 400 that names the field. The engine has the last word: a name that is
-unloaded while a request is on its way is refused there. With --lora-source, names that are not
-known here are the engine's to find.
+Takes the engine's table of names and the request's key; gives the adapter of each prompt, or a 404
+or 400 that names the field. With --lora-source, names that are not known are the engine's to find.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
 from manyroots.adapter_names import (
     MAX_COMBINED,
     MAX_WEIGHT,
-    LoraModule,
     WeightedName,
     is_combination,
     name_combination,
@@ -24,11 +17,9 @@ from manyroots.adapter_names import (
 )
 from manyroots.api.requests import GenerationFields
 from manyroots.api.tenants import current_tenant
+from manyroots.engine.adapter_table import AdapterTable, KnownAdapter
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
-
-MAX_NAMES = 100_000
-"""Names that are listed; those found below --lora-source come on top of those given."""
 
 NEW_ADAPTER = AdapterName("(new)")
 """The label of requests whose adapter is being looked for; no adapter can be called so."""
@@ -39,58 +30,23 @@ COMBINED = AdapterName("(combined)")
 LoraPath = str | list[str | None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """What `/v1/models` shows of one."""
-
-    name: AdapterName
-    path: str
-    parent: str
-    created: int = field(default_factory=lambda: int(time.time()))
-
-
 class Adapters:
-    """Names that take requests, in the order in which they came."""
+    """The engine's adapters as a request's key may use them."""
 
-    def __init__(
-        self, model_name: str, modules: Iterable[LoraModule] = (), *, has_sources: bool = False
-    ) -> None:
-        """`has_sources`: the engine may find names that nothing here knows."""
+    def __init__(self, model_name: str, table: AdapterTable, *, has_sources: bool) -> None:
+        """`has_sources`: the engine may find names that the table does not have."""
         self._model_name = model_name
+        self._table = table
         self._has_sources = has_sources
-        self._by_name: dict[AdapterName, Adapter] = {}
-        for module in modules:
-            self.add(module.name, module.path, module.base_model_name)
 
-    def add(self, name: str, path: str, parent: str | None = None) -> None:
-        adapter = Adapter(AdapterName(name), path, parent or self._model_name)
-        self._by_name[adapter.name] = adapter
-
-    def found(self, name: AdapterName) -> None:
-        """The engine has answered for a name that it found by itself."""
-        name = AdapterName(split_revision(name)[0])
-        if name not in self._by_name:
-            while len(self._by_name) >= MAX_NAMES:  # more were found than are worth listing
-                del self._by_name[next(iter(self._by_name))]
-            self.add(name, name)
-
-    def remove(self, name: str) -> Adapter | None:
-        """Refuse new requests for a name from now on."""
-        return self._by_name.pop(AdapterName(name), None)
-
-    def put_back(self, adapter: Adapter) -> None:
-        """It could not be unloaded after all; what was loaded meanwhile stays."""
-        self._by_name.setdefault(adapter.name, adapter)
-
-    def all(self) -> list[Adapter]:
+    def all(self) -> list[KnownAdapter]:
         """Those that the request's key may use."""
         tenant = current_tenant()
-        found = self._by_name.values()
-        return [item for item in found if tenant is None or tenant.may_use(item.name)]
+        return [item for item in self._table if tenant is None or tenant.may_use(item.name)]
 
-    def get(self, name: str) -> Adapter | None:
+    def get(self, name: str) -> KnownAdapter | None:
         """None for one that the request's key may not use, as for one that is not there."""
-        return self._by_name.get(AdapterName(name)) if _is_allowed(name) else None
+        return self._table.get(name) if _is_allowed(name) else None
 
     @property
     def has_base(self) -> bool:
@@ -105,7 +61,7 @@ class Adapters:
         if is_combination(adapter):
             return COMBINED
         name = AdapterName(split_revision(adapter)[0])
-        return name if name in self._by_name else NEW_ADAPTER
+        return NEW_ADAPTER if self._table.get(name) is None else name
 
     def resolve(self, model: str) -> AdapterName | None:
         """The adapter that `model` names, alone or as `base:adapter`, perhaps with `@` and a
@@ -114,7 +70,7 @@ class Adapters:
             if not self.has_base:
                 raise self._unknown(model, "model")
             return None
-        if model.startswith(f"{self._model_name}:") and model not in self._by_name:
+        if model.startswith(f"{self._model_name}:") and self._table.get(model) is None:
             return self._named(model[len(self._model_name) + 1 :], model, "model")
         return self._named(model, model, "model")
 

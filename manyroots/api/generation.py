@@ -12,7 +12,6 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import cast
 
-from manyroots.api.adapters import NEW_ADAPTER
 from manyroots.api.errors import GenerationError
 from manyroots.api.responses import (
     CachedByTier,
@@ -113,13 +112,11 @@ async def _merged(
 class _Sequence:
     """One sequence: the engine's outputs of it, what they say, and how it ended."""
 
-    __slots__ = ("_adapters", "_assembler", "_new_name", "_reason", "_timer", "outputs")
+    __slots__ = ("_assembler", "_reason", "_timer", "outputs")
 
     def __init__(self, service: Service, submit: Submit, shown_ids: frozenset[int]) -> None:
         self._assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
-        self._adapters = service.adapters
         adapter = service.adapters.label(submit.adapter)
-        self._new_name = submit.adapter if adapter == NEW_ADAPTER else None
         self._timer = service.metrics.sequence(submit.request_id, len(submit.prompt), adapter)
         self._reason = FinishReason.ABORT
         # The protocol promises only an iterator; that it can be closed is its documented contract.
@@ -128,9 +125,6 @@ class _Sequence:
     def take(self, output: Output) -> TextDelta:
         """Raises what an output says that ends the sequence without an answer."""
         delta = self._assembler.push(output)
-        if self._new_name is not None and output.tokens:
-            self._adapters.found(self._new_name)
-            self._new_name = None
         if output.adapter_was is not None:
             self._timer.adapter_was = output.adapter_was
         if output.cache_use is not None:

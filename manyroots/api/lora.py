@@ -2,7 +2,7 @@
 POST /v1/upload_lora_adapter, which takes the files in its body.
 
 Only there if --enable-lora-endpoints is given, and only for the admin key (`middleware.py`). The
-engine reads, checks and answers; here the names that callers may use are kept up to date.
+engine reads, checks and answers; its client keeps the names that callers may use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from manyroots.api.requests import LoadLoraRequest, UnloadLoraRequest
 from manyroots.api.responses import AdapterState, AdapterStates, LoraLoaded, LoraUnloaded
 from manyroots.api.state import Service, server_of
 from manyroots.api.tenants import current_tenant
-from manyroots.api.uploads import UPLOADED
-from manyroots.errors import NotFoundError, RequestError
+from manyroots.engine.adapter_table import UPLOADED
+from manyroots.errors import RequestError
 from manyroots.ids import REVISION_DIGITS, AdapterName
 from manyroots.messages import LoraReply
 from manyroots.snapshot import AdapterView
@@ -80,7 +80,7 @@ def _state(view: AdapterView) -> AdapterState:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
-    """The answer, or none if its client has gone; the names are brought up to date either way."""
+    """The answer, or none if its client has gone; the work is done either way."""
     return json_response(await asyncio.shield(asyncio.ensure_future(work)))
 
 
@@ -93,7 +93,6 @@ async def _load(service: Service, request: LoadLoraRequest) -> LoraLoaded:
         is_pinned=bool(request.pinned),
         in_place=bool(request.load_inplace),
     )
-    service.adapters.add(request.lora_name, reply.path)
     return _loaded(request.lora_name, reply.path, reply, is_pinned=bool(request.pinned))
 
 
@@ -123,7 +122,6 @@ async def _publish(service: Service, name: str, folder: Path, is_pinned: bool) -
     except BaseException:
         await service.uploads.discard(folder)
         raise
-    service.adapters.add(name, UPLOADED)
     await service.uploads.published(name, folder)
     return _loaded(name, UPLOADED, reply, is_pinned=is_pinned)
 
@@ -143,14 +141,7 @@ def _loaded(name: str, path: str, reply: LoraReply, *, is_pinned: bool) -> LoraL
 
 
 async def _unload(service: Service, name: str) -> LoraUnloaded:
-    # New requests are refused from now on, not only when the engine has answered.
-    removed = service.adapters.remove(name)
-    try:
-        reply = await service.engine.unload_adapter(AdapterName(name))
-    except Exception as error:
-        if removed is not None and not isinstance(error, NotFoundError):
-            service.adapters.put_back(removed)
-        raise
+    reply = await service.engine.unload_adapter(AdapterName(name))
     await service.uploads.published(name, None)
     service.metrics.adapters.forget(name)
     service.metrics.reuse.forget(name)

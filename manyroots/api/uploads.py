@@ -22,8 +22,6 @@ from starlette.requests import ClientDisconnect, Request
 from manyroots.config import LoraSettings
 from manyroots.errors import RequestError, TooLargeError
 
-UPLOADED = "(uploaded)"
-"""What is shown as an uploaded adapter's path."""
 CONTENT_TYPES = ("application/x-tar", "application/octet-stream")
 NUM_KEPT = 4
 """Folders of one name that stay: requests of older revisions may have to read theirs again."""

@@ -10,6 +10,7 @@ import enum
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
@@ -123,6 +124,11 @@ class EngineClient(Protocol):
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
         """Stop accepting requests for an adapter. Raises NotFoundError for an unknown name."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterTable:
+        """The names that take requests."""
         ...
 
     @property

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from manyroots.config import EngineSettings
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.engine.child import Child
 from manyroots.engine.client import (
     NO_COUNTS,
@@ -95,6 +96,7 @@ class ProcessClient:
     def __init__(
         self,
         settings: EngineSettings,
+        adapters: AdapterTable | None = None,
         *,
         max_restarts: int = 0,
         first_pause_s: float = FIRST_PAUSE_S,
@@ -104,10 +106,10 @@ class ProcessClient:
         on_life: Callable[[bool], None] = lambda is_serving: None,
         on_pages: Callable[[list[PageChange]], None] = lambda changes: None,
     ) -> None:
-        """`max_restarts`: how often in a row a dead process is started again. `hands_back`: if the
-        process dies, waiting requests also fail with EngineDiedError, because another engine can
-        take them. `on_life`: called when it starts or stops serving. `on_pages`: called with added
-        and removed pages."""
+        """`adapters`: the table that replicas share; None for one of its own. `max_restarts`: how
+        often in a row a dead process is started again. `hands_back`: if the process dies, waiting
+        requests also fail with EngineDiedError, because another engine can take them. `on_life`:
+        called when it starts or stops serving. `on_pages`: called with added and removed pages."""
         self._make_child = make_child
         self._hands_back = hands_back
         self._on_life = on_life
@@ -122,9 +124,7 @@ class ProcessClient:
         self._requests: dict[RequestId, _Request] = {}
         self._op_ids = itertools.count(1)
         self._ops: dict[int, asyncio.Future[LoraReply]] = {}
-        self._loads: dict[AdapterName, LoadLora] = {}
-        """Adapters that were loaded at run time, each by the load that gave its name the
-        content."""
+        self.adapters = AdapterTable(settings.lora.lora_modules) if adapters is None else adapters
         self._watch: EngineWatch | None = None
         self._controls: dict[int, asyncio.Future[ControlReply]] = {}
         self._looks: dict[int, asyncio.Future[Snapshot]] = {}
@@ -177,7 +177,7 @@ class ProcessClient:
     async def start(self) -> None:
         self._over = asyncio.get_running_loop().create_future()
         self._info = await self._start_child(self._as_before())
-        if not self._loads:
+        if not self.adapters.loads:
             self._set_serving(True)
         self._supervisor = asyncio.create_task(self._supervise())
         self._supervisor.add_done_callback(self._supervision_ended)
@@ -216,27 +216,24 @@ class ProcessClient:
         in_place: bool,
         is_upload: bool = False,
     ) -> LoraReply:
-        load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place, is_upload)
-        reply = await self._ask(self._serving_child(), MessageKind.LOAD, load)
-        self._loads[name] = load
+        load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
+        reply = await self.ask_load(load)
+        self.adapters.loaded(load, reply)
         return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
+        with self.adapters.unloading(name):
+            return await self.ask_unload(name)
+
+    async def ask_load(self, load: LoadLora) -> LoraReply:
+        """Have this process load an adapter; the table is the caller's to change."""
+        load = replace(load, op_id=next(self._op_ids))
+        return await self._ask(self._serving_child(), MessageKind.LOAD, load)
+
+    async def ask_unload(self, name: AdapterName) -> LoraReply:
+        """Have this process unload an adapter; the table is the caller's to change."""
         unload = UnloadLora(next(self._op_ids), name)
-        reply = await self._ask(self._serving_child(), MessageKind.UNLOAD, unload)
-        self.note_unload(name)
-        return reply
-
-    def note_load(self, load: LoadLora) -> None:
-        """Note an adapter to load before it serves again, for a process that is being started."""
-        self._loads[load.name] = replace(load, op_id=next(self._op_ids))
-
-    def note_unload(self, name: AdapterName) -> None:
-        """The same for an adapter that is unloaded meanwhile."""
-        self._loads.pop(name, None)
-        lora = self._settings.lora
-        modules = tuple(module for module in lora.lora_modules if module.name != name)
-        self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
+        return await self._ask(self._serving_child(), MessageKind.UNLOAD, unload)
 
     def note_weights(self, path: str) -> None:
         """The weights that the next process takes."""
@@ -410,6 +407,8 @@ class ProcessClient:
             if (mine := self._requests.get(output.request_id)) is not None:
                 mine.has_begun = mine.has_outputs = True
                 mine.outputs.put(output)
+                if output.revision is not None and mine.submit.adapter is not None:
+                    self.adapters.found(mine.submit.adapter)
         for control in body.controls:
             asked = self._controls.get(control.op_id)
             if asked is not None and not asked.done():
@@ -524,7 +523,9 @@ class ProcessClient:
 
     def _as_before(self) -> EngineSettings:
         """The same sizes again: running requests were accepted with them."""
-        settings, info, model = self._settings, self._info, self._settings.model
+        lora = replace(self._settings.lora, lora_modules=self.adapters.modules)
+        settings = replace(self._settings, lora=lora)
+        info, model = self._info, settings.model
         if self._weights_path is not None:
             own = model.model if info is None else info.model_path
             model = replace(
@@ -542,15 +543,14 @@ class ProcessClient:
         )
 
     async def _resume(self, child: Child, *, is_first: bool) -> None:
-        """Load the noted adapters again, then submit the waiting requests."""
+        """Load the adapters of the table again, then submit the waiting requests."""
         if is_first:
             return
         done: dict[AdapterName, LoadLora] = {}
-        # More may be noted while these load.
-        while missing := [load for load in self._loads.values() if done.get(load.name) != load]:
-            asked = [
-                self._ask(child, MessageKind.LOAD, replace(load, in_place=True)) for load in missing
-            ]
+        # The table may get more while these load.
+        while missing := [load for load in self.adapters.loads if done.get(load.name) != load]:
+            again = [replace(load, op_id=next(self._op_ids), in_place=True) for load in missing]
+            asked = [self._ask(child, MessageKind.LOAD, load) for load in again]
             replies = await asyncio.gather(*asked, return_exceptions=True)
             for load, reply in zip(missing, replies, strict=True):
                 done[load.name] = load

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyroots.config import EngineSettings
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.engine.child import Child
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError
@@ -68,10 +69,12 @@ def make_replicas(
             "engines with addresses of their own, or leave it out."
         )
     settings = replace(settings, reports_pages=True)
+    adapters = AdapterTable(settings.lora.lora_modules)
 
     def make(number: int, on_life: OnLife, on_pages: OnPages) -> ProcessClient:
         return ProcessClient(
             settings,
+            adapters,
             max_restarts=options.max_restarts,
             on_progress=on_progress,
             make_child=lambda: make_child(number),
@@ -83,6 +86,7 @@ def make_replicas(
     return ReplicaSet(
         options.num_replicas,
         make,
+        adapters,
         policy=options.policy,
         max_cpu_loras=settings.lora.max_cpu_loras,
         silence_s=options.silence_s,

@@ -20,6 +20,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.engine.client import NO_COUNTS, EngineDiedError, EngineWatch, PauseMode
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
@@ -68,14 +69,17 @@ class ReplicaSet:
         self,
         num_replicas: int,
         make_client: MakeClient,
+        adapters: AdapterTable,
         *,
         scale: ScaleOptions | None = None,
         policy: RoutingPolicy = RoutingPolicy.EXPECTED_TTFT,
         max_cpu_loras: int = 0,
         silence_s: float = 60.0,
     ) -> None:
-        """`num_replicas` start at once; with `scale`, more are added when they are needed.
-        `silence_s`: a replica with requests that says nothing for so long is drained."""
+        """`adapters`: the table that all clients share. `num_replicas` start at once; with `scale`,
+        more are added when they are needed. `silence_s`: a replica with requests that says nothing
+        for so long is drained."""
+        self.adapters = adapters
         self._policy = policy
         self._max_cpu_loras = max_cpu_loras
         self._silence_s = silence_s
@@ -473,57 +477,65 @@ class ReplicaSet:
     ) -> LoraReply:
         load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
 
-        async def at(client: ProcessClient) -> LoraReply | None:
-            if not client.is_alive:
-                client.note_load(load)
-                return None
-            try:
-                return await client.load_adapter(
-                    name, path, is_pinned=is_pinned, in_place=in_place, is_upload=is_upload
-                )
-            except UnavailableError:
-                if client.is_alive:
-                    raise
-                client.note_load(load)  # it died meanwhile; the next process loads it
-                return None
-
         async with self._changing:
-            results = await asyncio.gather(*map(at, self._clients), return_exceptions=True)
+            results = await self._ask_living(lambda client: client.ask_load(load))
             replies = [result for result in results if isinstance(result, LoraReply)]
             errors = [result for result in results if isinstance(result, BaseException)]
             if errors and replies and not in_place:
                 loaded = [c for c, r in zip(self._clients, results, strict=True) if r in replies]
-                undone = (client.unload_adapter(name) for client in loaded)
+                undone = (client.ask_unload(name) for client in loaded)
                 await asyncio.gather(*undone, return_exceptions=True)
             if errors or not replies:
-                for client in self._clients:
-                    if not client.is_alive:
-                        client.note_unload(name)
                 raise errors[0] if errors else UnavailableError("no replica is up")
+            self.adapters.loaded(load, replies[0])
+            # Those that were down load it before they serve; these serve already.
+            late = replace(load, in_place=True)
+            await self._ask_late(results, lambda client: client.ask_load(late))
             self._digests[name] = AdapterDigest(bytes.fromhex(replies[0].digest))
         return replies[0]
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
-        async def at(client: ProcessClient) -> LoraReply | None:
-            if client.is_alive:
-                return await client.unload_adapter(name)
-            client.note_unload(name)
-            return None
-
         async with self._changing:
-            results = await asyncio.gather(*map(at, self._clients), return_exceptions=True)
+            with self.adapters.unloading(name):
+                results = await self._ask_living(lambda client: client.ask_unload(name))
+                await self._ask_late(results, lambda client: client.ask_unload(name))
+                replies = [result for result in results if isinstance(result, LoraReply)]
+                errors = [result for result in results if isinstance(result, BaseException)]
+                serious = [error for error in errors if not isinstance(error, NotFoundError)]
+                if serious or not replies:
+                    raise (serious or errors or [UnavailableError("no replica is up")])[0]
             self._digests.pop(name, None)
-        replies = [result for result in results if isinstance(result, LoraReply)]
-        errors = [result for result in results if isinstance(result, BaseException)]
-        serious = [error for error in errors if not isinstance(error, NotFoundError)]
-        if serious or not replies:
-            raise (serious or errors or [UnavailableError("no replica is up")])[0]
         return LoraReply(
             replies[0].op_id,
             num_bytes=sum(reply.num_bytes for reply in replies),
             num_pages=sum(reply.num_pages for reply in replies),
             num_requests=sum(reply.num_requests for reply in replies),
         )
+
+    async def _ask_living(
+        self, ask: Callable[[ProcessClient], Awaitable[LoraReply]]
+    ) -> list[LoraReply | BaseException | None]:
+        """The replies of all replicas, None of one that is down or dies meanwhile."""
+
+        async def at(client: ProcessClient) -> LoraReply | None:
+            try:
+                return await ask(client) if client.is_alive else None
+            except UnavailableError:
+                if client.is_alive:
+                    raise
+                return None
+
+        return await asyncio.gather(*map(at, self._clients), return_exceptions=True)
+
+    async def _ask_late(
+        self,
+        results: Sequence[LoraReply | BaseException | None],
+        ask: Callable[[ProcessClient], Awaitable[LoraReply]],
+    ) -> None:
+        """Ask replicas that were down and have begun to serve since."""
+        pairs = zip(self._clients, results, strict=True)
+        late = [ask(client) for client, result in pairs if result is None and client.is_alive]
+        await asyncio.gather(*late, return_exceptions=True)
 
     # All replicas at once
 

@@ -214,11 +214,12 @@ def _folded(text: str) -> str:
 def _names() -> None:
     from manyroots.api import lora
     from manyroots.api.adapters import Adapters
+    from manyroots.engine.adapter_table import AdapterTable
     from manyroots.ids import AdapterName
 
-    for method in ("add", "get", "remove", "_named"):
+    for holder, method in ((AdapterTable, "get"), (Adapters, "get"), (Adapters, "_named")):
         _after(
-            Adapters, method,
+            holder, method,
             lambda original, adapters, name, *more: original(adapters, _folded(name), *more),
         )  # fmt: skip
     lora.AdapterName = lambda name: AdapterName(_folded(name))  # type: ignore[assignment]

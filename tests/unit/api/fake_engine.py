@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, lora_error
 from manyroots.errors import UnavailableError
 from manyroots.ids import AdapterName, RequestId
@@ -102,6 +103,7 @@ class FakeEngine:
     """Implements `EngineClient`."""
 
     def __init__(self, rule: Rule = repeat_prompt, info: EngineInfo = INFO) -> None:
+        self.adapters = AdapterTable()
         self._info = info
         self._ids = itertools.count(1)
         self.rule = rule
@@ -166,6 +168,8 @@ class FakeEngine:
                 await self.gate.wait()
                 self._check_alive()
                 finished = output.finish_reason is not None
+                if output.tokens and request.adapter is not None:
+                    self.adapters.found(request.adapter)
                 yield output
         finally:
             self.running.discard(request.request_id)
@@ -181,11 +185,14 @@ class FakeEngine:
     ) -> LoraReply:
         self._check_alive()
         load = LoadLora(len(self.lora_ops), name, path, is_pinned, in_place)
-        return await self._answer(load)
+        reply = await self._answer(load)
+        self.adapters.loaded(load, reply)
+        return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
         self._check_alive()
-        return await self._answer(UnloadLora(len(self.lora_ops), name))
+        with self.adapters.unloading(name):
+            return await self._answer(UnloadLora(len(self.lora_ops), name))
 
     async def _answer(self, message: LoadLora | UnloadLora) -> LoraReply:
         self.lora_ops.append(message)

@@ -14,6 +14,7 @@ from starlette.types import Message
 from manyroots.api.app import create_app
 from manyroots.api.state import ServerState, Service
 from manyroots.config import LoraSettings
+from manyroots.engine.adapter_table import AdapterTable
 from manyroots.server_config import ServerSettings
 from manyroots.text.chat import load_chat_template
 from manyroots.text.tokenizer import Tokenizer
@@ -35,6 +36,8 @@ class Harness:
         **settings: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
+        if lora is not None:
+            self.engine.adapters = AdapterTable(lora.lora_modules)
         self.settings = ServerSettings(**settings)
         self.state = ServerState(self.engine, self.settings)
         self.tokenizer: Tokenizer = tiny_tokenizer(template)

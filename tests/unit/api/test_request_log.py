@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from manyroots.adapter_names import LoraModule
 from manyroots.api import server
 from manyroots.cli.main import main
 from manyroots.config import LoraSettings
@@ -38,9 +39,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 async def test_g09_a_line_per_request(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     """G09: id, adapter, tokens, times and reason; nothing of the text."""
     caplog.set_level(logging.INFO)
-    lora = LoraSettings(enable_lora=True, lora_modules=())
+    lora = LoraSettings(enable_lora=True, lora_modules=(LoraModule("styles", "/x"),))
     harness = Harness(lora=lora, enable_log_requests=True)
-    harness.state.service.adapters.add("styles", "/x")
     answer = await harness.complete(SECRET, max_tokens=3, stream=stream, model="styles")
     assert answer.status_code == 200
     await harness.complete([[1, 2], [3, 4, 5]], n=2, max_tokens=4)

@@ -179,9 +179,10 @@ class LoraReply:
     """Requests that still hold what was unloaded; their share is freed when they are over."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CacheUse:
-    """Where a sequence's reused tokens were, and why the rest had to be computed (S07)."""
+    """Where a sequence's reused tokens were, and why the rest had to be computed (S07). Not frozen,
+    since each request has one."""
 
     num_host_tokens: int
     """Had to come from the host."""
@@ -212,9 +213,10 @@ class DraftUse:
     """Those that come first among the new tokens of the output."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Notice:
-    """What only failed sequences, embeddings, drafts, and first outputs have."""
+    """What only failed sequences, embeddings, drafts, and first outputs have. Not frozen, since
+    each request has one."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
     error_field: str | None = None

@@ -58,9 +58,9 @@ class Arrival:
     """The first position that its adapter computes: 0, or where an aLoRA is invoked."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewPages:
-    """Pages that continue rows' tables of one family, column by column.
+    """Pages that continue rows' tables of one family, column by column. Not frozen, as `Plan`.
 
     Page i becomes entry `places[i]` of the table of row `rows[i]`. Those of one row are in order,
     and the first of them is where its table ended.
@@ -182,9 +182,10 @@ class RowDraft:
     """At least one. None of them ends the sequence."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Plan:
     """One forward pass: which rows arrive, which tables grow, how many tokens each row computes.
+    Nothing changes it; making a frozen one would take a fifth of a step of one row.
 
     A plan without rows only starts copies; one that `waits` asks the runner to come back as soon
     as any copy has ended, since nothing can be computed before.

@@ -124,6 +124,8 @@ class AdapterDirectory:
         self._found: OrderedDict[AdapterName, None] = OrderedDict()
         """Names found in --lora-source, most recently used last."""
         self._scheduler = scheduler
+        self._registry = scheduler.adapters.registry
+        """What names mean whose files were read."""
         self._files = files
         self._base_names = frozenset(base_names)
         self._entries: dict[AdapterName, AdapterEntry] = {}
@@ -178,8 +180,8 @@ class AdapterDirectory:
         name = AdapterName(split_revision(name)[0])
         if name not in self._entries:
             return None
-        is_open = self._scheduler.adapter(name) is not None
-        return self._scheduler.whereabouts(name) if is_open else Tier.STORAGE
+        is_open = name in self._registry.loaded
+        return self._scheduler.adapters.whereabouts(name) if is_open else Tier.STORAGE
 
     @property
     def has_outcomes(self) -> bool:
@@ -223,13 +225,11 @@ class AdapterDirectory:
 
     def _is_alive(self, wanted: UseLora) -> bool:
         """Whether what a request names can be held now."""
-        name, revision = split_revision(wanted.name)
-        return self._scheduler.find_adapter(AdapterName(name), revision) is not None
+        return self._registry.find(wanted.name) is not None
 
     def _give(self, wanted: UseLora) -> None:
         """A request holds what it names from now on."""
-        name, revision = split_revision(wanted.name)
-        hold = self._scheduler.hold_adapter(AdapterName(name), revision)
+        hold = self._scheduler.adapters.acquire(wanted.name)
         self._outcomes.append((wanted.request_id, hold))
 
     def _name_fault(self, name: str) -> str | None:
@@ -244,7 +244,7 @@ class AdapterDirectory:
                 self._combine(message)
             case UseLora() if self._is_alive(message):
                 self._give(message)
-            case UseLora() if self._scheduler.adapter(entry.name) is not None:
+            case UseLora() if entry.name in self._registry.loaded:
                 self._refuse_unknown(message)  # a revision that is over
             case UseLora() if entry.module is not None:
                 entry.waiting.appendleft(message)
@@ -270,13 +270,12 @@ class AdapterDirectory:
         waits for, under a name of its own."""
         found: list[FoundPart] = []
         for part in combined_names(wanted.name):
-            name, revision = split_revision(part.name)
-            version = self._scheduler.find_adapter(AdapterName(name), revision)
+            version = self._registry.find(AdapterName(part.name))
             if version is not None:
                 found.append(FoundPart(version.path, version.digest, part.weight))
                 continue
             entry = self._entry_of(UseLora(wanted.request_id, AdapterName(part.name)))
-            if entry is None or (revision is not None and self._scheduler.adapter(entry.name)):
+            if entry is None or entry.name in self._registry.loaded:  # or a revision that is over
                 self._refuse(wanted, _no_such_model(part.name), ErrorKind.NOT_FOUND)
                 return
             entry.waiting.append(wanted)
@@ -297,7 +296,7 @@ class AdapterDirectory:
             entry = self._entries[name]
             is_part = any(part.digest == digest for part in entry.combines or ())
             if is_part and not entry.is_reading and not entry.waiting:
-                if self._scheduler.adapter(name) is not None:
+                if name in self._registry.loaded:
                     self._scheduler.unload_adapter(name)
                 del self._found[name], self._entries[name]
 
@@ -366,15 +365,15 @@ class AdapterDirectory:
         self._forget_found()
 
     def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | PublishLora | None) -> None:
-        """Let the scheduler accept requests for the name."""
-        spec, before = read.spec, self._scheduler.adapter(entry.name)
+        """The scheduler takes requests for the name from now on."""
+        spec, before = read.spec, self._registry.loaded.get(entry.name)
         is_pinned = load is not None and load.is_pinned
         folder = str(read.located.folder)
         self._scheduler.load_adapter(entry.name, spec, path=folder, is_pinned=is_pinned)
         is_unchanged = before is not None and before.digest == spec.digest
         if before is not None and not is_unchanged:
             self._forget_combinations(before.digest)
-        if self._scheduler.take_adapter_copy(spec.digest):
+        if self._scheduler.adapters.take_copy(spec.digest):
             self._files.keep(read.weights)
         logger.info("adapter %s: rank %d, %d bytes, %s", entry.name, spec.rank, spec.num_bytes,
                     spec.digest.hex()[:16])  # fmt: skip
@@ -391,8 +390,8 @@ class AdapterDirectory:
         kind = _kind_of(error)
         if kind is ErrorKind.ENGINE:
             logger.error("adapter %s could not be read", entry.name, exc_info=error)
-        if entry.name in self._found and self._scheduler.adapter(entry.name) is None:
-            # It may exist, or be another one, when it is next named.
+        if entry.name in self._found and entry.name not in self._registry.loaded:
+            # It may be there, or be another, when it is next named.
             del self._found[entry.name]
             entry.module = None
         if load is not None:
@@ -418,7 +417,7 @@ class AdapterDirectory:
         entry.module = None
         self._found.pop(entry.name, None)
         reply = LoraReply(message.op_id)
-        if self._scheduler.adapter(entry.name) is not None:
+        if entry.name in self._registry.loaded:
             num_free = self._scheduler.stats().num_free_pages
             unloaded = self._scheduler.unload_adapter(entry.name)
             self._forget_combinations(unloaded.version.digest)

@@ -111,7 +111,7 @@ def build_engine(
     compiles = GrammarCompiles(executor.grammars)
     pages, events = None, _make_events(settings, scheduler)
     if settings.reports_pages:
-        pages = events = PageReport(scheduler.adapter_name, events)
+        pages = events = PageReport(adapters.registry.name_of, events)
     loop = EngineLoop(
         scheduler,
         executor.runner if watch is None else watch(executor.runner),
@@ -172,7 +172,7 @@ def _make_events(settings: EngineSettings, scheduler: Scheduler) -> EventSink | 
     # Imported here, because an engine that publishes nothing must run without ZMQ and msgspec.
     from manyroots.engine.kv_events import EventPublisher
 
-    return EventPublisher(choice, settings.cache.block_size, scheduler.adapter_name)
+    return EventPublisher(choice, settings.cache.block_size, scheduler.adapters.registry.name_of)
 
 
 def _policies(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from manyroots.adapter_names import LoraModule, split_revision
+from manyroots.adapter_names import LoraModule
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_entry import UseLora
 from manyroots.engine.adapter_reads import Reads
@@ -191,9 +191,8 @@ class Preparation:
     # Inside
 
     def _take_registered(self, number: RequestId, adapter: AdapterName) -> None:
-        name, revision = split_revision(adapter)
         try:
-            hold = self._scheduler.hold_adapter(AdapterName(name), revision)
+            hold = self._scheduler.adapters.acquire(adapter)
         except NotFoundError as error:
             self._refuse(number, str(error), ErrorKind.NOT_FOUND)
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from manyroots.adapter_names import split_revision
 from manyroots.errors import NotFoundError
 from manyroots.ids import REVISION_DIGITS, AdapterDigest, AdapterName, AdapterSlot
 from manyroots.lora.spec import AdapterSpec
@@ -143,11 +144,10 @@ class Registry:
         self._unpin(version)
         return Unloaded(version, self.num_holds[version.serial], self._retire(version))
 
-    def acquire(self, name: AdapterName, revision: str | None = None) -> Hold:
-        """A new request's hold on what the name means now, or on one of its revisions."""
-        version = self.find(name, revision)
+    def acquire(self, asked: AdapterName) -> Hold:
+        """A new request's hold on what a name means now, or on the revision after its `@`."""
+        version = self.find(asked)
         if version is None:
-            asked = name if revision is None else f"{name}@{revision}"
             raise NotFoundError(
                 f"model {asked!r} does not exist; GET /v1/models lists those that do, and an "
                 "adapter must be loaded before it is used.",
@@ -158,10 +158,11 @@ class Registry:
         self.num_holds[version.serial] += 1
         return hold
 
-    def find(self, name: AdapterName, revision: str | None) -> AdapterVersion | None:
-        """What a name means now; or a revision of it that is alive, which is loaded or held by
-        other requests."""
-        version = self.loaded.get(name)
+    def find(self, asked: AdapterName) -> AdapterVersion | None:
+        """What a name means now; or the revision after its `@`, if that is alive: loaded, or held
+        by other requests."""
+        name, revision = split_revision(asked)
+        version = self.loaded.get(AdapterName(name))
         if revision is None or (version is not None and version.revision == revision):
             return version
         older = (v for v in self.draining.values() if v.name == name and v.revision == revision)

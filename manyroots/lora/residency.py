@@ -115,9 +115,9 @@ class Residency:
 
     # Requests
 
-    def acquire(self, name: AdapterName, revision: str | None = None) -> Hold:
-        """A submitted request's hold on what `name` means now, or on a revision of it."""
-        return self.registry.acquire(name, revision)
+    def acquire(self, asked: AdapterName) -> Hold:
+        """A submitted request's hold on what a name means now, or on the revision after its `@`."""
+        return self.registry.acquire(asked)
 
     def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
         """The request is over. Gives the contents whose pages the cache should evict."""

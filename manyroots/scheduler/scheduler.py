@@ -20,7 +20,7 @@ from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import SchedulerSettings
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId, Tier
-from manyroots.lora.registry import AdapterVersion, Hold, Unloaded
+from manyroots.lora.registry import Hold, Unloaded
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
@@ -64,7 +64,8 @@ class Scheduler:
         text. `memory`: what pages and adapters share; None if either has its own."""
         self._settings = settings
         self._cache = cache
-        self._adapters = adapters
+        self.adapters = adapters
+        """What their names mean, and where their weights are."""
         self._memory = memory
         self._max_model_len = max_model_len
         policy = make_policy(settings.scheduling_policy)
@@ -116,19 +117,12 @@ class Scheduler:
         return bool(
             self._requests
             or self._results.in_flight
-            or self._adapters.has_intents
-            or self._adapters.is_loading
+            or self.adapters.has_intents
+            or self.adapters.is_loading
         )
 
-    def hold_adapter(self, name: AdapterName, revision: str | None = None) -> Hold:
-        """Hold the current content of `name`, or a live revision of it, for a request that cannot
-        be queued yet: a later load or unload does not change it. Raises NotFoundError for an
-        adapter that is not loaded (any more)."""
-        return self._adapters.acquire(name, revision)
-
     def release_adapter(self, hold: Hold) -> None:
-        """Such a request will not be submitted. An adapter that was unloaded meanwhile may now be
-        freed."""
+        """A request that held an adapter will not come. One that was unloaded may be over."""
         self._departures.release(hold)
 
     def submit(self, submit: Submit, hold: Hold | None = None) -> None:
@@ -140,7 +134,7 @@ class Scheduler:
         if submit.request_id in self._requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         if hold is None and submit.adapter is not None:
-            hold = self._adapters.acquire(submit.adapter)
+            hold = self.adapters.acquire(submit.adapter)
         request = Request(
             submit, self._next_serial, StepId(self._next_step_id), hold, self._cache.page_size
         )
@@ -152,22 +146,17 @@ class Scheduler:
     def load_adapter(
         self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> None:
-        """Accept requests for `name` from now on. Its previous content drains."""
-        registered = self._adapters.register(name, spec, path=path, is_pinned=is_pinned)
+        """Take requests for `name` from now on. Whatever it meant before drains."""
+        registered = self.adapters.register(name, spec, path=path, is_pinned=is_pinned)
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
-    def take_adapter_copy(self, digest: AdapterDigest) -> bool:
-        """Whether the weights that were read to open an adapter are kept as its copy in host
-        memory."""
-        return self._adapters.take_copy(digest)
-
     def unload_adapter(self, name: AdapterName) -> Unloaded:
-        """Accept no more requests for `name`. What its requests do not hold is freed now, the rest
-        when they finish (N12, N13)."""
-        unloaded = self._adapters.unload(name)
+        """Take no more requests for `name`. What its requests do not hold is freed now, the rest
+        when they are over (N12, N13)."""
+        unloaded = self.adapters.unload(name)
         digest = unloaded.version.digest
-        if unloaded.freed or self._adapters.registry.is_draining(digest):
+        if unloaded.freed or self.adapters.registry.is_draining(digest):
             self._cache.evict_adapter(digest)
         return unloaded
 
@@ -190,18 +179,6 @@ class Scheduler:
         """The weights change; nothing of the old ones is found again, on any tier. No request may
         hold pages. Returns the number of pages that are free again."""
         return self._cache.change_weights(identity).num_freed[0]
-
-    def adapter(self, name: AdapterName) -> AdapterVersion | None:
-        """The current content of a name; None if it accepts no requests."""
-        return self._adapters.registry.loaded.get(name)
-
-    def find_adapter(self, name: AdapterName, revision: str | None) -> AdapterVersion | None:
-        """What a request could hold now; None if it does not exist."""
-        return self._adapters.registry.find(name, revision)
-
-    def whereabouts(self, name: AdapterName) -> Tier:
-        """The tier that has the weights of a loaded adapter."""
-        return self._adapters.whereabouts(name)
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
@@ -273,7 +250,7 @@ class Scheduler:
         self._without_room = without_room
         self._has_retracted = self._departures.num_retractions > num_retracted
         copies = self._cache.take_copies()
-        intents = self._adapters.flush()
+        intents = self.adapters.flush()
         waits = builder.is_empty and not self._results.in_flight and self._is_waiting
         if builder.is_empty and not copies and not intents and not waits:
             return None
@@ -282,7 +259,7 @@ class Scheduler:
         launched.is_ahead = bool(self._results.in_flight)
         launched.may_draft = self._speculation is not None and self._speculation.is_on
         self._results.in_flight.append(launched)
-        self._adapters.step_launched(builder.step_id)
+        self.adapters.step_launched(builder.step_id)
         return plan
 
     @property
@@ -292,7 +269,7 @@ class Scheduler:
 
     @property
     def _is_waiting(self) -> bool:
-        return self._cache.has_transfers or self._adapters.is_loading
+        return self._cache.has_transfers or self.adapters.is_loading
 
     def _next_pages(self, rows: Int64s, builder: PlanBuilder) -> None:
         """Place decoding rows that have filled their pages: all at once if there is room, otherwise
@@ -451,29 +428,25 @@ class Scheduler:
         """Make the pages of a prompt unfindable, on any tier but storage; returns their hashes.
         None for an unloaded adapter, since its pages are gone, too."""
         try:
-            hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
+            hold = None if submit.adapter is None else self.adapters.acquire(submit.adapter)
         except NotFoundError:
             return ()
         request = Request(submit, 0, StepId(0), hold, self._cache.page_size)
         dropped = self._cache.evict_prefix(request.key, request.tokens)
         if hold is not None:
-            self._adapters.release(hold)
+            self.adapters.release(hold)
         return dropped
 
     def take_events(self) -> list[CacheEvent]:
         """Pages that became findable, and pages that were removed, since the last call."""
         return self._cache.take_events()
 
-    def adapter_name(self, digest: AdapterDigest) -> AdapterName | None:
-        """The name of this content; None if no request holds it any more."""
-        return self._adapters.registry.name_of(digest)
-
     # Looking
 
     def inspect(self, tenant: TenantNumber, *, most: int, is_paused: bool) -> list[RequestView]:
         """What each request does and waits for, oldest first, at most `most`."""
         causes = WaitingCauses(is_paused, self._has_retracted, self._without_room, self._importance)
-        inspection = SchedulerInspection(self._cache, self._rows, self._adapters, causes, tenant)
+        inspection = SchedulerInspection(self._cache, self._rows, self.adapters, causes, tenant)
         return inspection.views(list(islice(self._requests.values(), most)))
 
     @property
@@ -513,7 +486,7 @@ class Scheduler:
             num_cached_host_pages=0 if host is None else host.num_cached,
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._results.total_step_tokens,
-            adapters=self._adapters.stats(),
+            adapters=self.adapters.stats(),
             storage=cache.storage,
             speculation=None if self._speculation is None else self._speculation.stats(),
             missed_tokens=cache.missed_tokens,

@@ -192,7 +192,7 @@ def _loads() -> None:
     def opened(
         original: Callable[..., None], directory: Any, entry: Any, read: Any, load: Any
     ) -> None:
-        is_known = directory._scheduler.adapter(entry.name) is not None
+        is_known = entry.name in directory._registry.loaded
         if is_on("stale") and is_known and load is not None:
             entry.module = LoraModule(entry.name, load.path)
             directory._replies.append(adapter_directory._loaded(load.op_id, read, False))

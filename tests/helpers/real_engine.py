@@ -245,7 +245,7 @@ class RealEngine:
     def load(self, name: str, content: str | None = None) -> LoraReply:
         path = self.world.path(content or name)
         reply = self._op(LoadLora(next(self._ids), AdapterName(name), path))
-        self._digests[name] = self.scheduler.adapter(AdapterName(name)).digest
+        self._digests[name] = self.scheduler.adapters.registry.loaded[AdapterName(name)].digest
         return reply
 
     def unload(self, name: str) -> LoraReply:
@@ -270,7 +270,7 @@ class RealEngine:
         self.runner._compute = fail
 
     def name_of(self, digest: AdapterDigest) -> str:
-        name = self.scheduler.adapter_name(digest)
+        name = self.scheduler.adapters.registry.name_of(digest)
         assert name is not None
         return str(name)
 
@@ -297,7 +297,7 @@ class RealEngine:
 
     def audit(self) -> None:
         audit(self.cache)
-        audit_adapters(self.scheduler._adapters)
+        audit_adapters(self.scheduler.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
     def finish_loads(self) -> None:

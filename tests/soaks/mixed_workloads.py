@@ -440,7 +440,7 @@ class Driver:
         entry = directory._entries.get(name)
         if entry is not None and (entry.is_reading or entry.waiting):
             return
-        version = self.scheduler.adapter(AdapterName(name))
+        version = self.scheduler.adapters.registry.loaded.get(AdapterName(name))
         self.unsure.pop(name, None)
         self.known.pop(name, None)
         if version is not None:
@@ -472,7 +472,7 @@ class Driver:
         self.loop.take_loads()
         if self._audits.random() < AUDITED:
             audit(self.cache)
-            audit_adapters(self.scheduler._adapters)
+            audit_adapters(self.scheduler.adapters)
 
     def _note_contents(self) -> None:
         """Which weights a request got, where its name was being given others."""
@@ -589,7 +589,7 @@ class Driver:
             "grammars": early._compiles._held, "waiting": early._compiles._waiting,
             "noted": loop._check._noted if loop._check else {},
             "requests": self.scheduler._requests,
-            "holds": self.scheduler._adapters.registry.num_holds,
+            "holds": self.scheduler.adapters.registry.num_holds,
             "leaving": self.scheduler._departures.leaving,
             "ops": self.ops,
         }  # fmt: skip

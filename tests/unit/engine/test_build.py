@@ -49,7 +49,7 @@ def build(model: str, **settings: Any) -> Engine:
 def test_l05_the_cap_on_adapters_comes_from_the_settings(model: str) -> None:
     """L05: --max-loras and --max-cpu-loras reach the scheduler."""
     engine = build(model, enable_lora=True, max_loras=3, max_cpu_loras=7)
-    limits = engine.loop._scheduler._adapters.limits
+    limits = engine.loop._scheduler.adapters.limits
     assert (limits.max_loras, limits.max_cpu_loras) == (3, 7)
     assert engine.info.max_loras == 3
     engine.loop.close()
@@ -67,7 +67,7 @@ def test_l05_no_cap_on_adapters_is_as_many_as_memory_holds(
     """L02, L05: --max-loras auto counts blocks of memory, as the log says, and no adapters."""
     with caplog.at_level("INFO"):
         engine = build(model, enable_lora=True, max_loras=asked, max_cpu_loras=max_cpu_loras)
-    limits = engine.loop._scheduler._adapters.limits
+    limits = engine.loop._scheduler.adapters.limits
     assert (limits.max_loras, limits.num_slots) == (0, expected)
     assert limits.blocks is not None
     assert limits.blocks.num_blocks * limits.blocks.block_bytes >= 2**28

@@ -149,7 +149,7 @@ def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
     assert bytes(t for o in outputs for t in o.tokens if t < 256) == b"abc"
     while loop.has_work:
         loop.step()
-    registry = loop._scheduler._adapters.registry
+    registry = loop._scheduler.adapters.registry
     assert not registry.open_holds
     assert not registry.contents, "it was unloaded, and nobody holds it any more"
     assert not loop.preparation.waiting
@@ -164,7 +164,7 @@ def test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter(llm: LLM, tmp_path:
     loop.handle(UnloadLora(2, AdapterName("a")))
     [failed] = run(loop, ended(1))
     assert "nowhere" in str(failed.error)
-    assert not loop._scheduler._adapters.registry.contents
+    assert not loop._scheduler.adapters.registry.contents
 
 
 def test_g01_a_grammar_that_cannot_be_is_one_requests_end(llm: LLM) -> None:

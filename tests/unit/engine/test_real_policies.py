@@ -156,7 +156,7 @@ def test_l06_a_rare_adapter_has_its_turn_whatever_others_ask_for(world: RealWorl
         hot.run(40)
         steps = [hot.steps_of_rare() for _ in range(3)]
         hot.engine.audit()
-        bound = (QUANTUM_LOADS_ALONE + 4) * (1 + hot.engine.scheduler._adapters.longest_load_steps)
+        bound = (QUANTUM_LOADS_ALONE + 4) * (1 + hot.engine.scheduler.adapters.longest_load_steps)
         hot.engine.close()
         assert max(steps) <= bound, f"{steps} with answers of {max_tokens}"
         assert max(steps[1:]) <= MOST_STEPS, f"{steps} with answers of {max_tokens}"

@@ -115,7 +115,7 @@ class AdapterDirectory:
         *,
         base_names: Collection[str],
     ) -> None:
-        """`base_names`: what the base model is called, which no adapter may be."""
+        """`base_names`: names of the base model, which no adapter may have."""
         self._lora_dirs = settings.lora_dirs
         self._is_restricted = bool(settings.lora_dirs or settings.lora_source)
         """If false, any folder may be read. Only the process's own code can ask then, since
@@ -125,7 +125,7 @@ class AdapterDirectory:
         """Names found in --lora-source, most recently used last."""
         self._scheduler = scheduler
         self._registry = scheduler.adapters.registry
-        """What names mean whose files were read."""
+        """The contents of names whose files were read."""
         self._files = files
         self._base_names = frozenset(base_names)
         self._entries: dict[AdapterName, AdapterEntry] = {}
@@ -156,7 +156,7 @@ class AdapterDirectory:
             )
 
     def handle(self, message: AdapterMessage) -> None:
-        """Carry out a message, now or when its turn in the name's entry has come."""
+        """Handle a message now, or after earlier messages of the same name."""
         if isinstance(message, UseLora) and is_combination(message.name):
             self._combine(message)
         else:
@@ -188,12 +188,12 @@ class AdapterDirectory:
         return bool(self._outcomes or self._replies or self.reads.has_finished)
 
     def poll(self) -> None:
-        """Take in what has been read meanwhile."""
+        """Handle finished reads."""
         for finished in self.reads.take():
             self._take_in(finished)
 
     def take_outcomes(self) -> list[tuple[RequestId, Hold | Output]]:
-        """Requests that have their adapter since the last call, or were refused."""
+        """Requests that got their adapter, or were refused, since the last call."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -224,11 +224,11 @@ class AdapterDirectory:
         return entry
 
     def _is_alive(self, wanted: UseLora) -> bool:
-        """Whether what a request names can be held now."""
+        """Whether a request's adapter can be held now."""
         return self._registry.find(wanted.name) is not None
 
     def _give(self, wanted: UseLora) -> None:
-        """A request holds what it names from now on."""
+        """Give a request a hold on its adapter."""
         hold = self._scheduler.adapters.acquire(wanted.name)
         self._outcomes.append((wanted.request_id, hold))
 
@@ -266,8 +266,8 @@ class AdapterDirectory:
                 self._refuse_unknown(message)
 
     def _combine(self, wanted: UseLora) -> None:
-        """A request for several adapters: each is read if it is not, then their sum is what it
-        waits for, under a name of its own."""
+        """A request for several adapters. Each is read if needed; then the request waits for their
+        sum, which has its own name."""
         found: list[FoundPart] = []
         for part in combined_names(wanted.name):
             version = self._registry.find(AdapterName(part.name))
@@ -365,7 +365,7 @@ class AdapterDirectory:
         self._forget_found()
 
     def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | PublishLora | None) -> None:
-        """The scheduler takes requests for the name from now on."""
+        """Let the scheduler accept requests for the name."""
         spec, before = read.spec, self._registry.loaded.get(entry.name)
         is_pinned = load is not None and load.is_pinned
         folder = str(read.located.folder)
@@ -391,7 +391,7 @@ class AdapterDirectory:
         if kind is ErrorKind.ENGINE:
             logger.error("adapter %s could not be read", entry.name, exc_info=error)
         if entry.name in self._found and entry.name not in self._registry.loaded:
-            # It may be there, or be another, when it is next named.
+            # It may exist, or be another one, when it is next named.
             del self._found[entry.name]
             entry.module = None
         if load is not None:

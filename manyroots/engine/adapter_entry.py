@@ -17,7 +17,7 @@ class UseLora(NamedTuple):
 
     request_id: RequestId
     name: AdapterName
-    """Perhaps with `@` and a revision, or a combination's."""
+    """With `@` and a revision, or of a combination, if the request says so."""
 
 
 AdapterMessage = UseLora | LoadLora | PublishLora | UnloadLora
@@ -30,16 +30,16 @@ class AdapterEntry:
 
     name: AdapterName
     module: LoraModule | None
-    """Where its files are. None: the name means nothing yet."""
+    """Its files. None: the name has no content yet."""
     combines: tuple[FoundPart, ...] | None = None
     """The parts of the sum that it is; None for an adapter with files."""
     is_reading: bool = False
     load: LoadLora | PublishLora | None = None
-    """What the read under way was asked by; None if by a request."""
+    """The load that started the current read; None if a request did."""
     waiting: deque[AdapterMessage] = field(default_factory=deque)
-    """In their order."""
+    """Messages that are handled after the read, in their order."""
 
     @property
     def has_unload(self) -> bool:
-        """Whether what waits unloads the name."""
+        """Whether a waiting message unloads the name."""
         return any(isinstance(message, UnloadLora) for message in self.waiting)

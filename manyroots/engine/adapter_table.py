@@ -1,8 +1,8 @@
 """Which adapters callers may name, as the API's process knows it.
 
-A mirror of the engine's directory, which has the last word: a name that is unloaded while a request
-is on its way is refused there. Only clients of engines change it, by what engines answer. What each
-name came from is kept, because a new process of an engine is given it again.
+A mirror of the engine's directory, which decides: it refuses a request whose adapter was unloaded
+since it was sent. Only clients of engines change the table, after the engine's replies. It keeps
+the source of each name, because a new process of an engine needs it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from manyroots.ids import AdapterName
 from manyroots.messages import LoadLora, LoraReply
 
 MAX_NAMES = 100_000
-"""Beyond so many, names that the engine found by itself are no longer listed."""
+"""Above this, the oldest names that the engine found in --lora-source are not listed."""
 UPLOADED = "(uploaded)"
 """What is shown as an uploaded adapter's path."""
 
@@ -31,7 +31,7 @@ class KnownAdapter:
     path: str
     """As it is shown."""
     source: LoraModule | LoadLora | None
-    """What it was given by, at start or later. None: the engine found it by itself."""
+    """The flag or the load that gave it. None: the engine found it in --lora-source."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -82,8 +82,8 @@ class AdapterTable:
 
     @contextmanager
     def unloading(self, name: AdapterName) -> Iterator[None]:
-        """Refuse requests for a name from now on, while the engine is asked to unload it. If it
-        can't, the name is back, unless it was loaded again meanwhile."""
+        """Refuse requests for a name while the engine unloads it. If that fails, the name returns,
+        unless it was loaded again since."""
         known = self._by_name.pop(name, None)
         try:
             yield

@@ -22,7 +22,7 @@ from manyroots.structured_outputs import StructuredOutputsParams
 
 
 class GrammarCompiles:
-    """Which requests wait for which grammar, and which have one."""
+    """The requests that wait for each grammar, and those that hold one."""
 
     def __init__(self, grammars: GrammarCache) -> None:
         self._grammars = grammars
@@ -37,7 +37,7 @@ class GrammarCompiles:
             self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
 
     def is_there(self, request_id: RequestId, wanted: StructuredOutputsParams) -> bool:
-        """Whether a request can go on now; else it is kept until `poll` gives it back."""
+        """Whether a request can continue now; otherwise it is kept until `poll` returns it."""
         grammar = None if wanted in self._waiting else self._grammars.find(wanted)
         if grammar is not None:
             self.hold(request_id, grammar)
@@ -47,11 +47,11 @@ class GrammarCompiles:
         return False
 
     def hold(self, request_id: RequestId, grammar: CompiledGrammar) -> None:
-        """A request has its grammar until its last output."""
+        """Keep a request's grammar until its last output."""
         self._held[request_id] = grammar
 
     def poll(self) -> list[tuple[RequestId, CompiledGrammar | Output]]:
-        """Requests whose grammar has come, and the ends of those that can't have theirs."""
+        """Requests whose grammar is compiled, and final outputs of those whose grammar failed."""
         outcomes: list[tuple[RequestId, CompiledGrammar | Output]] = []
         for finished in self.reads.take():
             assert isinstance(finished.key, StructuredOutputsParams)

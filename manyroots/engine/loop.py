@@ -172,7 +172,7 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do now. What is being read is no work."""
+        """Whether `step` has anything to do now. Reads in progress do not count."""
         if len(self._gathered) > 0 or self._controls or self._asked:
             return True
         if self._launched or (self._scheduler.has_work and not self._is_paused):
@@ -192,7 +192,7 @@ class EngineLoop:
         return self.preparation.is_reading
 
     def wait_for_read(self, timeout_s: float | None = None) -> None:
-        """Sleep until a read is over or the time is; only while `is_reading`."""
+        """Sleep until a read ends or until the timeout; only while `is_reading`."""
         self.preparation.wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
@@ -202,7 +202,7 @@ class EngineLoop:
         self.preparation.wake_by(wake)
 
     def note_adapter(self, module: LoraModule) -> None:
-        """Know an adapter by name; its files are read when it is first used."""
+        """Register an adapter's name; its files are read on first use."""
         self.preparation.note(module)
 
     def handle(
@@ -326,7 +326,7 @@ class EngineLoop:
         return controls
 
     def take_replies(self) -> list[LoraReply]:
-        """Answers to loads and unloads since the last call."""
+        """Replies to loads and unloads since the last call."""
         return self.preparation.take_replies()
 
     def take_loads(self) -> list[LoadTime]:

@@ -1,10 +1,10 @@
 """Requests until the scheduler has them: each waits for its adapter's files, then for its grammar.
 
-In: submissions and aborts, messages about adapters. Out: requests for the scheduler with their hold
-on an adapter, outputs of requests that were refused, replies to loads and unloads.
+In: submissions, aborts, loads and unloads. Out: requests for the scheduler with their hold on an
+adapter, outputs of refused requests, replies to loads and unloads.
 
-Owns every request that waits here; the directory and the compiler know requests by number alone.
-So a request is aborted by taking it out of one table, whatever it waits for.
+All requests that wait here are in one table; the directory and the compiler know only their
+numbers. So an abort removes a request from one table, whatever it waits for.
 
 Called by the loop's thread alone.
 """
@@ -49,8 +49,8 @@ class WaitingRequest:
 
     submit: Submit
     hold: Hold | None = None
-    """What its adapter meant when it came, once that is known: while it waits for a grammar, loads
-    and unloads do not change what it will be served."""
+    """The adapter content that it holds, once that is known. Loads and unloads do not change it
+    while the request waits for a grammar."""
 
     @property
     def needs_adapter(self) -> bool:
@@ -59,7 +59,7 @@ class WaitingRequest:
 
 
 class Preparation:
-    """Requests that wait for files or grammars, and the two that bring these."""
+    """Requests that wait for files or grammars."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Preparation:
         self._outputs: list[Output] = []
         self._replies: list[LoraReply] = []
 
-    # What is under way
+    # State
 
     @property
     def has_outcomes(self) -> bool:
@@ -97,18 +97,18 @@ class Preparation:
         return any(reads.num_under_way for reads in self._reads)
 
     def wait(self, timeout_s: float | None) -> None:
-        """Sleep until a read is over or the time is; only while `is_reading`."""
+        """Sleep until a read ends or until the timeout; only while `is_reading`."""
         next(reads for reads in self._reads if reads.num_under_way).wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, whenever a read is over."""
+        """Call `wake`, on another thread, whenever a read ends."""
         for reads in self._reads:
             reads.wake = wake
 
     # Messages
 
     def note(self, module: LoraModule) -> None:
-        """Know an adapter by name; its files are read when it is first used."""
+        """Register an adapter's name; its files are read on first use."""
         if self._directory is None:
             raise RequestError(_NO_LORA, field="lora_request")
         self._directory.note(module)
@@ -152,7 +152,7 @@ class Preparation:
     # Outcomes
 
     def poll(self) -> list[Output]:
-        """Take in what was read and compiled meanwhile; gives the outputs of requests that were
+        """Handle finished reads and compilations. Returns the outputs of requests that were
         refused or aborted."""
         if self._compiles is not None and self._compiles.reads.has_finished:
             self._take_grammars(self._compiles)
@@ -163,7 +163,7 @@ class Preparation:
         return outputs
 
     def take_replies(self) -> list[LoraReply]:
-        """Answers to loads and unloads since the last call."""
+        """Replies to loads and unloads since the last call."""
         replies, self._replies = self._replies, []
         return replies if self._directory is None else replies + self._directory.take_replies()
 
@@ -171,8 +171,8 @@ class Preparation:
         return [] if self._directory is None else self._directory.take_read_times()
 
     def pass_on(self, outputs: StepOutputs) -> None:
-        """Outputs leave the engine: a request's first one tells where its adapter was, and its last
-        one lets go of its grammar."""
+        """Handle outputs that leave the engine: the first of a request gets its adapter's tier, and
+        the last releases its grammar."""
         if self._notices:
             outputs.single_out(self._notices)
             for output in outputs.outputs:

@@ -102,7 +102,7 @@ class Request:
         self.since = step_id
         """The step being planned when it was queued, started or was paused."""
         self.hold = hold
-        """Its right to its adapter's weights, from submission to its end."""
+        """Its hold on its adapter's weights, from submission to its end."""
         digest = None if hold is None else hold.digest
         namespace = Namespace(adapter=digest, salt=submit.salt)
         self.adapter_from = 0

@@ -193,8 +193,8 @@ class Rows:
         return computed // self._one_page
 
     def _where(self, rows: Int64s) -> slice | Int64s:
-        """An index of columns that gives these rows: a slice, which costs half, if they are the
-        first so many."""
+        """The index of these rows in a column: a slice if they are the first ones, which costs
+        half."""
         return slice(len(rows)) if rows.base is self._every_row else rows
 
     def to_int32(self, rows: Int64s) -> Int32s:
@@ -256,8 +256,8 @@ class Rows:
     # Results
 
     def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request] | None:
-        """A step has computed so many tokens of each; gives the requests that have something to
-        publish now. None: no row has, and none has its last token."""
+        """A step has computed this many tokens of each row; returns the requests that have
+        something to publish now. None: no row has, and none has its last token."""
         where = self._where(rows)
         committed = self.committed[where]
         committed += num_tokens

@@ -65,7 +65,7 @@ class Scheduler:
         self._settings = settings
         self._cache = cache
         self.adapters = adapters
-        """What their names mean, and where their weights are."""
+        """The contents of their names, and the tiers of their weights."""
         self._memory = memory
         self._max_model_len = max_model_len
         policy = make_policy(settings.scheduling_policy)
@@ -122,7 +122,8 @@ class Scheduler:
         )
 
     def release_adapter(self, hold: Hold) -> None:
-        """A request that held an adapter will not come. One that was unloaded may be over."""
+        """A request that held an adapter will not be submitted. If the adapter was unloaded, it may
+        now be freed."""
         self._departures.release(hold)
 
     def submit(self, submit: Submit, hold: Hold | None = None) -> None:
@@ -146,14 +147,14 @@ class Scheduler:
     def load_adapter(
         self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> None:
-        """Take requests for `name` from now on. Whatever it meant before drains."""
+        """Accept requests for `name` from now on. Its previous content drains."""
         registered = self.adapters.register(name, spec, path=path, is_pinned=is_pinned)
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
     def unload_adapter(self, name: AdapterName) -> Unloaded:
-        """Take no more requests for `name`. What its requests do not hold is freed now, the rest
-        when they are over (N12, N13)."""
+        """Accept no more requests for `name`. What its requests do not hold is freed now, the rest
+        when they finish (N12, N13)."""
         unloaded = self.adapters.unload(name)
         digest = unloaded.version.digest
         if unloaded.freed or self.adapters.registry.is_draining(digest):

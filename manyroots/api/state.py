@@ -22,15 +22,13 @@ from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.api.notices import Notices
 from manyroots.api.shared_limits import GatewayLimits
 from manyroots.api.tenants import LocalCounts, Tenants, load_tenants
-from manyroots.api.uploads import UPLOADED, Uploads
+from manyroots.api.uploads import Uploads
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import UnavailableError
-from manyroots.gateway.orders import NamedAdapter
 from manyroots.gateway.replica_set import ReplicaSet
 from manyroots.gateway.router_client import RouterClient
-from manyroots.ids import AdapterName
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.replicas import ReplicaCounts
@@ -102,16 +100,6 @@ class Service:
             self.metrics.registry.register(
                 ReplicaCounts(model_name, lambda: engine.replicas, lambda: engine.num_rerouted)
             )
-        if isinstance(engine, RouterClient):
-            engine.follow_names(self._name_changed)
-
-    def _name_changed(self, name: AdapterName, known: NamedAdapter | None) -> None:
-        """Another gateway, or this one, has loaded or unloaded an adapter."""
-        if known is None:
-            self.adapters.remove(name)
-        else:
-            is_upload = known.load is not None and known.load.is_upload
-            self.adapters.add(name, UPLOADED if is_upload else known.path)
 
 
 def _cache_config(info: EngineInfo, cache: CacheSettings) -> dict[str, str]:

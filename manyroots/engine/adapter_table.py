@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from manyroots.adapter_names import LoraModule, is_combination, split_revision
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterName
-from manyroots.messages import LoadLora, LoraReply
+from manyroots.messages import LoadLora
 
 MAX_NAMES = 100_000
 """Above this, the oldest names that the engine found in --lora-source are not listed."""
@@ -64,11 +64,11 @@ class AdapterTable:
         """What a new process of an engine must load before it serves."""
         return [known.source for known in self if isinstance(known.source, LoadLora)]
 
-    def loaded(self, load: LoadLora, reply: LoraReply) -> None:
+    def loaded(self, load: LoadLora, path: str) -> None:
         """The engine takes requests for a name."""
-        self._put(KnownAdapter(load.name, UPLOADED if load.is_upload else reply.path, load))
+        self._put(KnownAdapter(load.name, UPLOADED if load.is_upload else path, load))
 
-    def found(self, asked: AdapterName) -> None:
+    def found(self, asked: AdapterName, path: str | None = None) -> None:
         """The engine has answered a request that names this."""
         name = AdapterName(split_revision(asked)[0])
         if name in self._by_name or is_combination(asked):
@@ -78,7 +78,11 @@ class AdapterTable:
             if oldest is None:
                 return
             del self._by_name[oldest]
-        self._put(KnownAdapter(name, name, None))
+        self._put(KnownAdapter(name, path or name, None))
+
+    def forget(self, name: AdapterName) -> None:
+        """The engine has unloaded a name."""
+        self._by_name.pop(name, None)
 
     @contextmanager
     def unloading(self, name: AdapterName) -> Iterator[None]:

@@ -177,10 +177,15 @@ class ProcessClient:
     async def start(self) -> None:
         self._over = asyncio.get_running_loop().create_future()
         self._info = await self._start_child(self._as_before())
-        if not self.adapters.loads:
+        if not self._loads_first:
             self._set_serving(True)
         self._supervisor = asyncio.create_task(self._supervise())
         self._supervisor.add_done_callback(self._supervision_ended)
+
+    @property
+    def _loads_first(self) -> bool:
+        """Whether a new process must load adapters before it serves."""
+        return bool(self.adapters.loads)
 
     async def wait_until_over(self) -> str:
         assert self._over is not None
@@ -218,7 +223,7 @@ class ProcessClient:
     ) -> LoraReply:
         load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
         reply = await self.ask_load(load)
-        self.adapters.loaded(load, reply)
+        self.adapters.loaded(load, reply.path)
         return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:

@@ -487,7 +487,7 @@ class ReplicaSet:
                 await asyncio.gather(*undone, return_exceptions=True)
             if errors or not replies:
                 raise errors[0] if errors else UnavailableError("no replica is up")
-            self.adapters.loaded(load, replies[0])
+            self.adapters.loaded(load, replies[0].path)
             # Those that were down load it before they serve; these serve already.
             late = replace(load, in_place=True)
             await self._ask_late(results, lambda client: client.ask_load(late))

@@ -129,7 +129,6 @@ class RouterClient(ProcessClient):
         """What names mean, as the router has told; None: they are unloaded."""
         self._told: set[AdapterName] = set()
         """Names that the router of now has told of."""
-        self._on_name: Callable[[AdapterName, NamedAdapter | None], None] = lambda name, known: None
 
     def _make_link(self) -> RouterLink:
         return RouterLink(self._path, self._take_notice)
@@ -160,11 +159,9 @@ class RouterClient(ProcessClient):
     def num_rerouted(self) -> int:
         return 0 if self._fleet is None else self._fleet.num_rerouted
 
-    def follow_names(self, tell: Callable[[AdapterName, NamedAdapter | None], None]) -> None:
-        """Have `tell` told of every name that another gateway loads or unloads."""
-        self._on_name = tell
-        for name, known in self._names.items():
-            tell(name, known)
+    @property
+    def _loads_first(self) -> bool:
+        return False  # the router's replicas have them
 
     def _take_notice(self, link: RouterLink, notice: Any) -> None:
         match notice:
@@ -192,7 +189,12 @@ class RouterClient(ProcessClient):
     def _named(self, name: AdapterName, known: NamedAdapter | None) -> None:
         self._names[name] = known
         self._told.add(name)
-        self._on_name(name, known)
+        if known is None:
+            self.adapters.forget(name)
+        elif known.load is not None:
+            self.adapters.loaded(known.load, known.path)
+        else:
+            self.adapters.found(name, known.path)
 
     async def _resume(self, child: Any, *, is_first: bool) -> None:
         """Tell a new router what was loaded and unloaded before it."""

@@ -186,7 +186,7 @@ class FakeEngine:
         self._check_alive()
         load = LoadLora(len(self.lora_ops), name, path, is_pinned, in_place)
         reply = await self._answer(load)
-        self.adapters.loaded(load, reply)
+        self.adapters.loaded(load, reply.path)
         return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:

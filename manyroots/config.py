@@ -226,6 +226,12 @@ class LoraSettings:
         "rank for each, and one more for every four, to load the next adapters ahead.",
         words={"auto": 0},
     )
+    adapter_memory_bytes: int | None = option(
+        None,
+        "Device memory for adapters at start, with --max-loras auto. On a CPU, pages and adapters "
+        "then use each other's memory where that costs less. Default: a fixed share of what the "
+        "weights leave.",
+    )
     max_cpu_loras: int = option(0, "Maximum number of adapters in host memory; 0: no limit.")
     max_lora_rank: int = option(16, "Maximum rank of an adapter.")
     lora_target_modules: tuple[str, ...] = option(
@@ -263,6 +269,13 @@ class LoraSettings:
     def __post_init__(self) -> None:
         at_least(self, "max_loras", 0)
         at_least(self, "max_cpu_loras", 0)
+        if self.adapter_memory_bytes is not None:
+            at_least(self, "adapter_memory_bytes", 1)
+            if self.max_loras:
+                raise ConfigError(
+                    f"--adapter-memory-bytes is {self.adapter_memory_bytes}, and --max-loras "
+                    f"{self.max_loras} gives adapters slots of a fixed size; leave out one of them."
+                )
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
             raise ConfigError(
                 f"--max-lora-rank is {self.max_lora_rank}; it must be from 1 to {MAX_LORA_RANK}."
@@ -275,8 +288,11 @@ class LoraSettings:
                 "--max-loras."
             )
         if not self.enable_lora:
-            for name in ("lora_modules", "lora_dirs", "lora_source", "lora_target_modules"):
-                if getattr(self, name) not in ((), EVERY_MODULE):
+            for name in (
+                "lora_modules", "lora_dirs", "lora_source", "lora_target_modules",
+                "adapter_memory_bytes",
+            ):  # fmt: skip
+                if getattr(self, name) not in ((), EVERY_MODULE, None):
                     raise ConfigError(
                         f"{flag_name(name)} is given without --enable-lora; give that too."
                     )

@@ -210,6 +210,9 @@ class Plan:
     """Carried out in this order. A slot named in a load is used by no launched step, and no step
     uses it before the load's answer."""
     waits: bool = False
+    lent_units: tuple[int, ...] = ()
+    """Units of the first family whose memory adapters use from now on. Nothing reads what they
+    held: no step after those launched before this one, and no copy."""
 
     @property
     def total_tokens(self) -> int:

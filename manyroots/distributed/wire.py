@@ -100,6 +100,7 @@ class _Plan:
     copies: tuple[Copy, ...]
     adapters: tuple[_Intent, ...]
     waits: bool
+    lent_units: tuple[int, ...]
 
 
 _TYPES: dict[RankMessageKind, Any] = {

@@ -213,7 +213,9 @@ def device_blocks(settings: LoraSettings, room: int, model: Adaptable) -> Device
     if size is None:
         return None
     most = MAX_ADDRESSES // max(slot_bytes(settings, model, model.dtype), size)
-    return DeviceBlocks(room, size, num_slots=max(1, min(room, MAX_OPEN_SLOTS, most)))
+    if settings.adapter_memory_bytes is None or model.device.type != "cpu":
+        most = min(most, room)  # else pages may lend more
+    return DeviceBlocks(room, size, num_slots=max(1, min(MAX_OPEN_SLOTS, most)))
 
 
 def known_bytes(settings: LoraSettings) -> int:

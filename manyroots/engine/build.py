@@ -25,6 +25,7 @@ from manyroots.engine.adapter_runtime import adapter_limits, slot_bytes
 from manyroots.engine.connectors import ConnectorInfo, open_connectors
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
+from manyroots.engine.memory import Sizes
 from manyroots.engine.page_report import PageReport
 from manyroots.engine.self_check import SelfCheck
 from manyroots.engine.snapshots import EngineMemory, EngineParts
@@ -40,6 +41,7 @@ from manyroots.models.load import describe, refill, rehearse
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.process.progress import stage
 from manyroots.runner.logprobs import same_within
+from manyroots.scheduler.one_memory import OneMemory, SharedSizes
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner
 
@@ -80,7 +82,10 @@ def build_engine(
     cache = PrefixCache(layout, policies)
     limits = adapter_limits(settings.lora, executor.sizes.adapter_room, model)
     adapters = Residency(limits)
-    scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
+    shared = _make_memory(settings, executor.sizes, cache, adapters)
+    scheduler = Scheduler(
+        settings.scheduler, cache, adapters, max_model_len=max_model_len, memory=shared
+    )
     logger.info("%s: %s on %s, context %d", source.name, model.dtype, model.device, max_model_len)
     for line in memory.told(executor.sizes, model.shard.size):
         logger.info("%s", line)
@@ -147,6 +152,24 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def _make_memory(
+    settings: EngineSettings, sizes: Sizes, cache: PrefixCache, adapters: Residency
+) -> OneMemory | None:
+    """What pages and adapters share; None where either has its own."""
+    if not sizes.lent_units:
+        return None
+    page_size = settings.cache.block_size
+    shared = SharedSizes(
+        unit_bytes=sizes.lent_unit_bytes,
+        num_lent_units=sizes.lent_units,
+        least_units=min(
+            -(-sizes.max_model_len // page_size), sizes.num_units[0] - sizes.lent_units
+        ),
+        num_step_units=-(-settings.scheduler.max_num_batched_tokens // page_size),
+    )
+    return OneMemory(cache, adapters, shared)
 
 
 def _make_check(

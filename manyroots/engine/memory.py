@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
@@ -68,6 +68,11 @@ class Sizes:
     adapter_room: int
     """Room for adapters, in slots or blocks (see `count_adapter_room`); 0 without --enable-lora."""
     max_model_len: int
+    lent_units: int = 0
+    """Of the first family's units, those in whose memory adapters have their blocks at start; 0
+    where the two share nothing."""
+    lent_unit_bytes: int = 0
+    """What one of these takes."""
 
 
 class FamilyMemory:
@@ -277,7 +282,9 @@ def count_adapter_room(
         num_spare = min(lora.max_loras // SPARE_SLOTS, int(SPARE_SHARE * free) // slot_bytes)
         num_slots = lora.max_loras + max(0, num_spare)
         return min(num_slots, lora.max_cpu_loras or num_slots)
-    if device.type == "cuda":
+    if lora.adapter_memory_bytes is not None:
+        free = lora.adapter_memory_bytes
+    elif device.type == "cuda":
         pages = (cache.num_gpu_blocks_override or 0) * page_bytes
         left = free - (cache.kv_cache_memory_bytes or pages)
         wanted = max(
@@ -290,6 +297,35 @@ def count_adapter_room(
         return max(1, free // block_bytes)
     fit = max(1, min(settings.scheduler.max_num_seqs, free // max(slot_bytes, 1)))
     return min(fit, lora.max_cpu_loras or fit)
+
+
+def with_one_memory(
+    settings: EngineSettings,
+    sizes: Sizes,
+    memory: FamilyMemory,
+    block_bytes: int | None,
+    device: torch.device,
+) -> Sizes:
+    """Let pages and adapters use each other's memory: the first family has units for all of it, and
+    lends those that adapters start with.
+
+    Only with --adapter-memory-bytes, and not on a GPU, whose pages are one tensor that can't give a
+    part back.
+    """
+    lora, cache = settings.lora, settings.cache
+    if block_bytes is None or device.type != "cpu" or lora.adapter_memory_bytes is None:
+        return sizes
+    unit_bytes = memory.unit_bytes[0]
+    if cache.kv_cache_memory_bytes is None and cache.num_gpu_blocks_override is None:
+        unit_bytes = max(unit_bytes, LEAST_PAGE_BYTES)
+    num_lent = -(-sizes.adapter_room * block_bytes // unit_bytes)
+    first, *others = sizes.num_units
+    return replace(
+        sizes,
+        num_units=(first + num_lent, *others),
+        lent_units=num_lent,
+        lent_unit_bytes=unit_bytes,
+    )
 
 
 def _free_bytes(cache: CacheSettings, device: torch.device, num_ranks: int) -> int:

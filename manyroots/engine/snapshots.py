@@ -269,7 +269,7 @@ class Snapshots:
         host = [plane for plane in parts.cache.plane_views() if plane.tier == Tier.HOST.value]
         return {
             "block_size": parts.cache.page_size,
-            "num_pages": parts.cache.layout.device[0].num_units,
+            "num_pages": parts.cache.index.pools[0].num_units,
             "num_host_pages": host[0].num_units if host else 0,
             "max_num_seqs": parts.max_num_seqs,
             "max_num_batched_tokens": parts.max_num_batched_tokens,

@@ -30,7 +30,13 @@ from manyroots.engine.adapter_runtime import (
     slot_bytes,
 )
 from manyroots.engine.grammar_compiles import load_vocabulary
-from manyroots.engine.memory import FamilyMemory, Sizes, count_adapter_room, count_pages
+from manyroots.engine.memory import (
+    FamilyMemory,
+    Sizes,
+    count_adapter_room,
+    count_pages,
+    with_one_memory,
+)
 from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
 from manyroots.grammar.cache import GrammarCache
@@ -142,6 +148,9 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     with stage("weights and sizes"):
         worker = load_worker(settings, source, WHOLE)
     sizes = worker.memory.fit(worker.num_pages, worker.adapter_room, worker.max_model_len)
+    device = worker.model.device
+    per_block = block_bytes(settings.lora, device) if settings.lora.enable_lora else None
+    sizes = with_one_memory(settings, sizes, worker.memory, per_block, device)
     with stage("adapter slots"):
         adapters = worker.make_adapters(settings, sizes)
     with stage("pages and warm-up"):
@@ -268,6 +277,7 @@ def _runner(
         use_graphs=not settings.model.enforce_eager,
         grammars=grammars,
         drafts=settings.scheduler.speculation() is not None,
+        times_steps=sizes.lent_units > 0,
     )
 
 

@@ -467,9 +467,8 @@ class Residency:
     ) -> None:
         """Blocks that these needs lack come from where least is lost, pages or idle adapters; what
         idle adapters are to give is left to `make_room`."""
-        missing = sum(needs) - self.slots.num_free_blocks
-        if missing <= 0:
-            return
+        slots = self.slots
+        missing = sum(needs[: len(slots.free) + len(slots.idle)]) - slots.num_free_blocks
         for slot in self.slots.idle.values():
             if missing <= 0 or lender.is_cheaper(slot):
                 break

@@ -103,6 +103,8 @@ class FakeRunner:
         self._sequences.clear()
 
     def execute(self, plan: Plan) -> StepResult:
+        for unit in plan.lent_units:
+            self._memory.pop((0, Tier.DEVICE, unit), None)
         for intent in plan.adapters:
             self._begin_intent(intent)
         for arrival in plan.arrivals:

@@ -110,16 +110,19 @@ class ModelRunner:
         grammars: GrammarCache | None = None,
         make_graphs: type[Graphs] = Graphs,
         drafts: bool = False,
+        times_steps: bool = False,
     ) -> None:
         """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
         base model alone. `tiers`: None for the device alone. `fixed_shapes`: whether steps are
         padded as graphs need it; None for what the device wants. `grammars`: those of
         requests whose output has a shape; None where another rank chooses tokens. `make_graphs`:
-        what runs steps of fixed shapes. `drafts`: whether plans may have guesses to check."""
+        what runs steps of fixed shapes. `drafts`: whether plans may have guesses to check.
+        `times_steps`: whether results say what steps took, as they do with tiers."""
         self._decoder, self._device = decoder, decoder.device
         self._arenas = arenas
         self._mover = Mover(adapters, tiers)
-        self._timer = None if tiers is None else StepTimer(self._device)
+        is_timed = times_steps or tiers is not None
+        self._timer = StepTimer(self._device) if is_timed else None
         self._pool = None if adapters is None else adapters.pool
         decoder.attach(arenas, self._pool, max_len=max_model_len)
         self._batch = PersistentBatch(
@@ -228,6 +231,9 @@ class ModelRunner:
         if self._sharing is not None:
             self._sharing.apply(plan)
         self._pending.learn()
+        if plan.lent_units:
+            # No step reads them any more: on a CPU those before this one are done.
+            self._arenas[0].give_back(plan.lent_units)
         # First: a load may fill what a restored state was copied from.
         copy_within_device(plan.copies, self._arenas, after_model=False)
         arrivals = self._mover.start(plan.adapters, plan.copies)

@@ -26,7 +26,6 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.ids import AdapterDigest, Tier
 from manyroots.lora.residency import Residency
 from manyroots.lora.slots import Slot
-from manyroots.step import Int32s
 
 RESERVED_PART = 4
 """This part of a step's pages is not lent. Without it running requests were retracted for lack of
@@ -108,8 +107,9 @@ class OneMemory:
         return num_units * self._unit_bytes // self._block_bytes - self._num_blocks
 
     def lend(self, num_blocks: int) -> None:
-        lacking = (self._num_blocks + num_blocks) * self._block_bytes - self._lent_bytes
-        num_units = min(-(-lacking // self._unit_bytes), self._loans.num_lendable_units)
+        num_blocks = self._num_blocks + min(num_blocks, self.num_lendable_blocks)
+        lacking = num_blocks * self._block_bytes - self._lent_bytes
+        num_units = -(-lacking // self._unit_bytes)
         if num_units > 0:
             self._loans.lend(num_units)
             self.total_lent_units += num_units
@@ -157,10 +157,10 @@ class OneMemory:
             self.total_returned_units += num_units
             self._resize()
 
-    def take_lent(self) -> Int32s:
+    def take_lent(self) -> tuple[int, ...]:
         """Units that were lent since this was last asked: nothing of them is read again, and their
         memory can be given up."""
-        return self._loans.take_new().astype("int32")
+        return tuple(self._loans.take_new().tolist())
 
     def audit(self) -> None:
         """Raises AssertionError where memory is lost or used twice."""

@@ -155,7 +155,12 @@ class PlanBuilder:
                 self._growth.append(NewPages(family, rows, places, units.astype(np.int32)))
 
     def to_plan(
-        self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
+        self,
+        copies: tuple[Copy, ...],
+        adapters: tuple[AdapterIntent, ...],
+        *,
+        waits: bool,
+        lent_units: tuple[int, ...] = (),
     ) -> tuple[Plan, Launched]:
         """The plan, and the record of it until its result arrives."""
         rows, count = self._decoding, len(self._decoding)
@@ -178,6 +183,7 @@ class PlanBuilder:
             copies=copies,
             adapters=adapters,
             waits=waits,
+            lent_units=lent_units,
         )
         total_tokens = self._budget - self.num_tokens_left
         tenancies = self._rows.tenancy[rows]

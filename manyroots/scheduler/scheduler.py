@@ -256,7 +256,8 @@ class Scheduler:
         if builder.is_empty and not copies and not intents and not waits:
             return None
         self._next_step_id += 1
-        plan, launched = builder.to_plan(copies, intents, waits=waits)
+        lent = () if self._memory is None else self._memory.take_lent()
+        plan, launched = builder.to_plan(copies, intents, waits=waits, lent_units=lent)
         launched.is_ahead = bool(self._results.in_flight)
         launched.may_draft = self._speculation is not None and self._speculation.is_on
         self._results.in_flight.append(launched)

@@ -8,7 +8,6 @@ or saving a state, is one contiguous copy. Knows nothing of a unit's owner or co
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError
+from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
 PART_ALIGNMENT = 16
 """Every part of a state starts at a multiple of this many bytes: the width of kernel loads."""
@@ -41,6 +41,10 @@ class Arena(UnitArena, Protocol):
     def layer(self, index: int) -> Any:
         """The memory of the layer with this index in the family."""
 
+    def give_back(self, units: Sequence[int]) -> None:
+        """Nothing reads what these units hold; their memory may serve something else until they are
+        written again."""
+
 
 class PageArena:
     """Owns `[num_pages, num_layers, *shape]`, where `shape` is one layer's part of a page. FP8 is
@@ -59,9 +63,10 @@ class PageArena:
     ) -> None:
         shape = (num_pages, num_layers, *shape)
         try:
-            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN in
-            # fresh memory would still spoil the sum.
-            self.data = _zeros(shape, torch.uint8 if dtype.itemsize == 1 else dtype, device)
+            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
+            # happened to lie in fresh memory would still poison the sum.
+            kept = torch.uint8 if dtype.itemsize == 1 else dtype
+            self.data, self._memory = _zeros(shape, kept, device)
         except (RuntimeError, MemoryError) as error:
             gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise ConfigError(
@@ -74,6 +79,9 @@ class PageArena:
     def layer(self, index: int) -> Tensor:
         """A view of one layer: `[num_pages, *shape]`."""
         return self._layers[index]
+
+    def give_back(self, units: Sequence[int]) -> None:
+        _give_back(self.data, self._memory, units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,7 @@ class StateArena:
         self.spare_unit = num_units
         shape = (num_units + 1, state_bytes(parts, num_layers))
         try:
-            self.data = _zeros(shape, torch.uint8, device)
+            self.data, self._memory = _zeros(shape, torch.uint8, device)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError(
                 f"{num_units} states need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
@@ -119,6 +127,9 @@ class StateArena:
         """For one layer, a view `[num_units + 1, *shape]` of each part."""
         return self._layers[index]
 
+    def give_back(self, units: Sequence[int]) -> None:
+        _give_back(self.data, self._memory, units)
+
     def _views(self, parts: Sequence[PartShape], begin: int) -> Iterator[Tensor]:
         ends = accumulate((part.num_bytes for part in parts), initial=begin)
         for part, (start, _) in zip(parts, pairwise(ends), strict=True):
@@ -127,12 +138,33 @@ class StateArena:
             yield flat.view(-1, *part.shape)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, UntouchedMemory | None]:
+    """And on a CPU the memory, of which parts can be given back."""
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy asks the system for zeroed memory, which it hands out page by page as it is first
-    # touched: a large arena costs nothing until it is used. torch would write every byte.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        raise MemoryError  # raised now, not when the last page is touched
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device), None
+    # The system hands it out page by page as it is first touched: a large arena costs nothing until
+    # it is used. torch would write every byte. Too much is said now, not at the last page.
+    memory = UntouchedMemory(math.prod(shape) * dtype.itemsize)
+    return memory.data.view(dtype).view(shape), memory
+
+
+def _give_back(data: Tensor, memory: UntouchedMemory | None, units: Sequence[int]) -> None:
+    """As far as the system's pages go that lie within runs of these units."""
+    if memory is None:
+        raise RuntimeError("a plan lends units of a device that can't give their memory back")
+    size = data[0].numel() * data.itemsize
+    for begin, end in _runs(units):
+        first = -(-begin * size // PAGE_BYTES) * PAGE_BYTES
+        last = end * size // PAGE_BYTES * PAGE_BYTES
+        if last > first:
+            memory.give_back(first, last - first)
+
+
+def _runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers, each with the number after its last."""
+    numbers = np.sort(np.asarray(units))
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    for run in np.split(numbers, cuts):
+        yield int(run[0]), int(run[-1]) + 1

@@ -299,6 +299,8 @@ class RealEngine:
         audit(self.cache)
         audit_adapters(self.scheduler.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
+        if self.scheduler._memory is not None:
+            self.scheduler._memory.audit()
 
     def finish_loads(self) -> None:
         """Wait for adapters on their way, so that steps are not counted by this machine's speed."""

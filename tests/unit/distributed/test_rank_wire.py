@@ -61,6 +61,7 @@ def full_plan() -> Plan:
             DropAdapter(digest, Tier.DEVICE, target),
         ),
         waits=True,
+        lent_units=(3, 5),
     )
 
 

@@ -185,7 +185,7 @@ class RowDraft:
 @dataclass(slots=True)
 class Plan:
     """One forward pass: which rows arrive, which tables grow, how many tokens each row computes.
-    Nothing changes it; making a frozen one would take a fifth of a step of one row.
+    Nothing changes it. It is not frozen, because making a frozen one takes 6 us longer.
 
     A plan without rows only starts copies; one that `waits` asks the runner to come back as soon
     as any copy has ended, since nothing can be computed before.

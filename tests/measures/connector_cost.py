@@ -23,7 +23,7 @@ from unittest import mock
 from manyroots import LLM, SamplingParams
 from manyroots.engine import connectors
 from manyroots.engine.connectors import ConnectorEvent, ConnectorInfo
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import RequestId
 from manyroots.messages import Abort, Submit
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -51,11 +51,10 @@ def us_per_step(llm: LLM, num_steps: int, first_id: int) -> float:
     """Of decoding steps; prompts are computed before."""
     loop: Any = llm._loop
     params = SamplingParams(temperature=0, max_tokens=num_steps + 20, ignore_eos=True)
-    base = Namespace(adapter=None, salt=None)
     ids = [RequestId(first_id + row) for row in range(NUM_ROWS)]
     for number in ids:
         prompt = [3 + (number * 31 + place) % 290 for place in range(PROMPT)]
-        loop.handle(Submit(number, prompt, base, params, 0, (), None))
+        loop.handle(Submit(number, prompt, None, params, 0, (), None))
     for _ in range(10):
         loop.step()
     begin = time.thread_time()

@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealWorld]:
 def with_one_block(world: RealWorld) -> RealEngine:
     """Adapters have memory for one of them at start; each takes one block."""
     engine = RealEngine(world, **SETTINGS, adapter_memory_bytes=CPU_BLOCK_BYTES)
-    adapters = engine.scheduler._adapters
+    adapters = engine.scheduler.adapters
     _fix_costs(engine.cache, adapters)
     assert [adapters.num_blocks(engine._digests[name]) for name in "abc"] == [1, 1, 1]
     assert adapters.slots.num_blocks == 1
@@ -52,7 +52,7 @@ def test_a01_memory_moves_from_pages_to_adapters_and_back(world: RealWorld) -> N
     engine.run()
     for name, prompt in prompts.items():
         assert engine.said[numbers[name]].tokens == roomy.ask(prompt, name).tokens
-    memory, slots = engine.scheduler._memory, engine.scheduler._adapters.slots
+    memory, slots = engine.scheduler._memory, engine.scheduler.adapters.slots
     assert slots.num_blocks == len(slots.by_owner) == 3
     assert memory.total_lent_units > 0
     assert engine.check_units() > 0
@@ -114,7 +114,7 @@ def test_a01_the_simulator_evicts_in_the_order_of_the_engine(world: RealWorld) -
     """The same requests leave the same adapters on the device, after as many pages were lent and
     returned, and find as many tokens, one request after the other."""
     engine = with_one_block(world)
-    memory, adapters = engine.scheduler._memory, engine.scheduler._adapters
+    memory, adapters = engine.scheduler._memory, engine.scheduler.adapters
     for name in "abc":  # the order of registration is the trace's
         engine.ask(text(900, 1), name, max_tokens=1)
     served = []

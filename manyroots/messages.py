@@ -34,9 +34,9 @@ class KeepRange:
     """Keep a prompt up to a token."""
 
     until_token: int
-    priority: int
+    priority: int = 50
     """0 to 100; the higher, the longer it stays where marks compete."""
-    for_s: float
+    for_s: float = 300.0
     """Counted from the end of the request."""
 
 

@@ -11,13 +11,9 @@ from collections.abc import Sequence
 
 from manyroots.api.requests import RetentionRange
 from manyroots.api.tenants import Tenant
-from manyroots.errors import RequestError
+from manyroots.engine.retention import SHARE, checked_ranges
 from manyroots.messages import KeepRange, Retention
 
-MAX_RANGES = 8
-MAX_KEEP_S = 86_400.0
-SHARE = 0.5
-"""Of the cache, for marks of requests without a key of their own."""
 KEY_SHARE = 0.1
 """Of the cache, for marks of a key whose `memory_share` is not set."""
 
@@ -26,11 +22,7 @@ def retention_of(
     asked: Sequence[RetentionRange], marked: Sequence[KeepRange], tenant: Tenant | None
 ) -> Retention | None:
     """`marked`: ranges that were found by their places in a conversation."""
-    if len(asked) > MAX_RANGES:
-        raise RequestError(
-            f"retention has {len(asked)} ranges; give at most {MAX_RANGES}.", field="retention"
-        )
-    ranges = [_checked(each, place) for place, each in enumerate(asked)]
+    ranges = checked_ranges(asked)
     ranges += marked
     if not ranges:
         return None
@@ -50,17 +42,3 @@ def shared_tokens(prompt: list[int], other: list[int]) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _checked(asked: RetentionRange, place: int) -> KeepRange:
-    for name, value, least, most in (
-        ("until_token", asked.until_token, 1, 1 << 31),
-        ("priority", asked.priority, 0, 100),
-        ("for_s", asked.for_s, 0.0, MAX_KEEP_S),
-    ):
-        if not least <= value <= most:
-            where = f"retention[{place}].{name}"
-            raise RequestError(
-                f"{where} is {value}; it must be from {least:g} to {most:g}.", field=where
-            )
-    return KeepRange(asked.until_token, asked.priority, asked.for_s)

@@ -23,6 +23,7 @@ from manyroots.engine.client import lora_error
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.engine.interrupts import Interrupts
 from manyroots.engine.loop import EngineLoop
+from manyroots.engine.retention import SHARE, checked_ranges
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.flag_aliases import translate_settings
 from manyroots.ids import AdapterName, RequestId
@@ -34,10 +35,12 @@ from manyroots.messages import (
     ControlKind,
     ErrorKind,
     FinishReason,
+    KeepRange,
     LoadLora,
     LoraReply,
     Output,
     PublishLora,
+    Retention,
     Stats,
     StepOutputs,
     Submit,
@@ -136,6 +139,7 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
         priority: int | Sequence[int] | None = None,
+        retention: Sequence[KeepRange] = (),
     ) -> list[RequestOutput]:
         """Complete each prompt; together, so that they share steps and prefixes.
 
@@ -145,8 +149,11 @@ class LLM:
         max_tokens does not fit after a prompt is cut off.
         `lora_request`: one adapter for all, or one per prompt with None for the base model.
         `priority`: with scheduling_policy="priority", one for all or one per prompt; the lower,
-        the more important. `use_tqdm`: has no effect, nothing is drawn.
+        the more important. `retention`: parts of each prompt to keep in the cache for longer.
+        `use_tqdm`: has no effect, nothing is drawn.
         """
+        ranges = tuple(checked_ranges(retention))
+        kept = Retention(ranges, None, SHARE) if ranges else None
         batch = prompts_of(prompts if prompt_token_ids is None else prompt_token_ids)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -164,8 +171,9 @@ class LLM:
                 tokens = self._input_processor.encode(str(prompt.text))
             salt = prompt.cache_salt or cache_salt
             made = self._input_processor.submits(
-                tokens, sampling, salt, self._next_id, adapter=adapter, priority=importance
-            )
+                tokens, sampling, salt, self._next_id, adapter=adapter, priority=importance,
+                retention=kept,
+            )  # fmt: skip
             result = RequestOutput(str(len(results)), prompt.text, list(made[0].prompt), [])
             result.lora_request = lora
             if sampling.prompt_logprobs is not None:

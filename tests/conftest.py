@@ -32,7 +32,7 @@ _new_context, _shared_context = ssl.create_default_context, cache(ssl.create_def
 
 
 def _context(*args: Any, **options: Any) -> ssl.SSLContext:
-    """httpx reads everybody's certificates for each call, which takes longer than the call."""
+    """Share one context: httpx reads all certificates for each call, which takes longer than it."""
     usual = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
     is_httpx = not args and options in [{"cafile": path} for path in usual]
     return (_shared_context if is_httpx else _new_context)(*args, **options)

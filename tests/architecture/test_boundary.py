@@ -38,7 +38,7 @@ BOUNDARY = {
     "num_cached_tokens", "refusal",
     "limit", "num_covered_tokens", "num_found_pages", "num_host_tokens",
     "num_published_pages", "onboarding", "patience_steps", "tables",
-    # Numbers for whoever watches
+    # Numbers for metrics and logs
     "held_by", "missed_tokens", "num_cached", "num_free", "num_held", "num_units", "planes",
     "storage", "tier", "total_hit_tokens", "total_host_hit_tokens", "total_lookup_tokens",
     "total_skipped_checkpoints",

@@ -1,4 +1,5 @@
-"""The shape of the code, read from its imports: who may know whom, and what must stay out."""
+"""The shape of the code, read from its imports: which room may import which, and what must stay
+out."""
 
 from __future__ import annotations
 

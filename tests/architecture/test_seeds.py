@@ -25,7 +25,7 @@ def found_by(check: Callable[[ast.Module], Iterable[str]]) -> list[str]:
 
 
 def problems(tree: ast.Module) -> Iterator[str]:
-    """Where something is drawn from a source that nobody has seeded just before."""
+    """Calls that draw from a random source which the test has not seeded just before."""
     for node in nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
@@ -176,7 +176,7 @@ PROBED = {
 
 
 def probed_ports(tree: ast.Module) -> Iterator[str]:
-    """Where a free port is looked for, to be opened later by somebody else."""
+    """Calls that look for a free port which another process opens later."""
     for node in (each for each in nodes(tree) if isinstance(each, ast.Call)):
         is_bound = ast.unparse(node.func).rpartition(".")[2] in ("create_server", "bind")
         if is_bound and node.args and re.fullmatch(r"\(.*, 0\)", ast.unparse(node.args[0])):

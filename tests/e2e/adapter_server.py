@@ -82,7 +82,8 @@ class AdapterServer:
         return Pages(**{kind: int(float(value)) for kind, value in found.items()})
 
     def assert_balance(self) -> None:
-        """Nobody is served: no page is held, none is lost, and nothing of adapters is under way."""
+        """The engine is idle: no page is held, no page is lost, and no adapter is being loaded or
+        unloaded."""
         self.server.wait_until_idle()
         for name in ("adapter_running", "adapter_loading", "adapter_draining"):
             self.server.wait_for(f"manyroots:{name}", lambda value: value == 0)

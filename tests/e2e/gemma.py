@@ -2,11 +2,12 @@
 
     python -m tests.e2e.gemma [--prompts 50] [--new-tokens 24] [--their-reading]
 
-Fifty prompts, cold and from the cache. Every fourth is longer than the window of 512 tokens, and
-as many others cross it while they answer. transformers is given each prompt with the answer behind
-it and must choose every token of it, given those before: that is what greedy decoding means, and
-takes one pass instead of one per token. With `--their-reading` transformers also reads the file
-itself, header and blocks, which takes it a minute or more; else it is given what we read.
+Fifty prompts, cold and from the cache. Every fourth is longer than the window of 512 tokens, and as
+many others cross it while they answer. transformers reads each prompt together with its answer. It
+must choose every token of the answer, given the tokens before: that is what greedy decoding means,
+and it takes one pass instead of one per token. With `--their-reading` transformers also reads the
+file itself, header and blocks, which takes a minute or more; without it, transformers gets the
+weights that we read.
 """
 
 from __future__ import annotations

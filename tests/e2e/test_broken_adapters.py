@@ -243,7 +243,7 @@ def heard(server: AdapterServer, body: dict[str, Any]) -> tuple[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def quiet(server: AdapterServer) -> list[tuple[str, list[int]]]:
-    """What each stream gives when nobody else is there."""
+    """What each stream gives when no other request runs."""
     return [heard(server, body) for body in bodies()]
 
 
@@ -285,7 +285,7 @@ def fault(answer: httpx.Response, saying: str) -> str | None:
 def test_broken_adapters_are_refused_by_the_load_endpoint_while_others_stream(
     server: AdapterServer, tiny: TinyAdapters, quiet: list[tuple[str, list[int]]]
 ) -> None:
-    """W10, W12, S03: a 4xx with the reason for each, and no name is left behind."""
+    """W10, W12, S03: each gets a 4xx with the reason, and no adapter name remains."""
     before = server.names()
     cases = {name: (f"broken {name}", saying) for name, (_, saying) in BROKEN.items()}
     cases |= {name: (f"broken {name}", saying) for name, (_, saying) in BROKEN_FOLDERS.items()}

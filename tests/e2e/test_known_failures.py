@@ -139,7 +139,7 @@ def test_no_slot_is_rotated_under_a_running_request(
 
 
 def test_an_unload_frees_everything_without_another_call(engine: AdapterEngine) -> None:
-    """N12, N13, W08: what nobody holds at once, the rest when the running request ends."""
+    """N12, N13, W08: pages without a holder go at once, the rest when the running request ends."""
     num_free = engine.loop.stats().num_free_pages
     engine.submit(1, PROMPT, "a")
     engine.submit(2, PROMPT[:6], "a")

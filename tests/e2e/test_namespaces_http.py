@@ -170,8 +170,8 @@ def test_n21_salts_separate_tenants_of_one_adapter(
 def test_n22_an_activated_adapter_shares_the_base_models_pages_up_to_its_invocation(
     server: AdapterServer,
 ) -> None:
-    """N22: it finds what the base model published and leaves to it what lies before the
-    invocation; what lies behind is its own."""
+    """N22: the adapter and the base model share the pages before the invocation, in both
+    directions; the pages after it are the adapter's own."""
     document = prompt(9, 21)
     asked = [*document, *INVOCATION, 30, 31, 32, 33, 34, 35, 36]
     cold = tokens(server.complete("activated", asked, COUNT, cache_salt="cold"))

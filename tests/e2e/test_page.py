@@ -65,7 +65,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """axe-core, which checks pages for people who can't see or use a mouse."""
+    """axe-core, which checks pages for accessibility: screen readers and use without a mouse."""
     folder = tmp_path_factory.mktemp("axe")
     npm = shutil.which("npm")
     if npm is not None:

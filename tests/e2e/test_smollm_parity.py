@@ -132,8 +132,8 @@ def _fits_alone(admission: Any, request: Any, lease: Any) -> bool:
 def test_n07_after_forced_retraction(
     prompts: list[list[int]], expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """N07: a cache too small for the batch retracts, and nobody's tokens change. More begin here
-    than can go on, which the scheduler else takes care of."""
+    """N07: a cache too small for the batch retracts requests, and no request's tokens change. The
+    test starts more requests than fit, which the scheduler otherwise prevents."""
     monkeypatch.setattr(Admission, "_could_go_on", _fits_alone)
     with engine(num_gpu_blocks_override=40, max_num_seqs=16, max_model_len=512) as llm:
         assert_same(run(llm, prompts[LONG]), expected[LONG])

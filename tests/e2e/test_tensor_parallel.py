@@ -240,7 +240,7 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
 def test_r04_a_dead_rank_fails_its_requests_and_readiness_at_once(
     is_busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """R04: with requests under way and without, nobody waits for the ranks' timeout."""
+    """R04: with requests under way and without, no request waits for the ranks' timeout."""
     save_tiny(tmp_path)
     monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path)["PYTHONPATH"])
 

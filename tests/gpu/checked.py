@@ -161,8 +161,8 @@ def _routing(routing: Routing) -> Pieces:
 
 
 def _of_states(out: Tensor, state: Tensor, rows: StateRows) -> Pieces:
-    """Without what padding has: the last unit is nobody's, and as many rows as a graph is filled up
-    with read and write it in any order."""
+    """Without padding: the last unit belongs to no sequence, and a graph's padding rows read and
+    write it in any order."""
     is_real = rows.units != len(state) - 1
     return {
         "out": out[torch.repeat_interleave(is_real, rows.starts.diff().long())],
@@ -230,7 +230,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "gated_norm.add_gated": lambda args, out: {"out": out},
     "sampling.sample": lambda args, out: _sampled(args[1], out),
     "decode_rows.begin": lambda args, out: {"tokens": out[0], "tables": out[1]},
-    # The last row is nobody's, and takes what many write there in any order.
+    # The last row belongs to no sequence; padding rows write there in any order.
     "decode_rows.end": lambda args, out: {"newest": args[2][:-1]},
 }
 """What a call gives and changes, as tensors to compare."""

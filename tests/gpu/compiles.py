@@ -131,7 +131,7 @@ def _scaled_product(
 
 
 def _lookup(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Of tokens that nobody chose."""
+    """Zeros: the tokens here were never sampled."""
     return weight.new_zeros(*tokens.shape, weight.shape[1])
 
 

@@ -257,8 +257,8 @@ def verdict(parity: Parity, name: str) -> str | None:
 
 
 def bent(kernels: Kernels, op: str) -> Kernels:
-    """Kernels of which one computes with another first input: half of its last row is off, and of
-    some before it, since the last one may be nobody's."""
+    """Kernels of which one computes with a wrong first input: half of its last row is off, and half
+    of some rows before it, since the last one may be padding."""
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 

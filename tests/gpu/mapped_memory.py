@@ -1,4 +1,4 @@
-"""Blocks of a GPU's memory behind regions of addresses: `python -m tests.gpu.mapped_memory`.
+"""Blocks of a GPU's memory mapped to regions of addresses: `python -m tests.gpu.mapped_memory`.
 
 Regions of random sizes are taken and given back, and hold what was written to them. Prints what
 mapping costs by itself and beside products, and whether products are slowed down by it. Exits 1 if

@@ -181,7 +181,7 @@ def is_fp8(kind: str) -> bool:
 
 
 def _quantize(base: Path, said: dict[str, Any]) -> None:
-    """Its layers' projections in FP8, so that whoever loads it has the same numbers."""
+    """Its layers' projections in FP8, so that every engine that loads it has the same numbers."""
     path, config = base / "model.safetensors", base / "config.json"
     tensors = {}
     for name, tensor in load_file(path).items():
@@ -269,7 +269,7 @@ def _decide_experts(path: Path) -> None:
 
 
 def _decide_adapter(scaling: float, tensors: dict[str, torch.Tensor]) -> None:
-    """Have an adapter's routers want the expert behind each that the base model's want."""
+    """Make an adapter's routers choose the expert that follows the base model's choice."""
     for name, tensor in tensors.items():
         if f".mlp.{ROUTER}.lora_A" in name:
             tensor.copy_(torch.eye(*tensor.shape))

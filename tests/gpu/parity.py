@@ -2,7 +2,7 @@
 
 Takes a model of `models.py` and a dtype; compares
     graphs with single launches       the same tokens, bit by bit
-    every token with the CPU          float32's distribution behind the same tokens gives it
+    every token with the CPU          float32's distribution after the same tokens gives it
     distributions with the CPU        of prompts in chunks and of decode steps, elementwise
     every kernel with its reference   in the engine's own steps, on the same inputs
 with and without the prefix cache, and with adapters that come and go. In float32 the tolerance

@@ -82,7 +82,7 @@ def resumed(requests: list[Submit], tokens: dict[int, list[int]]) -> list[Submit
 
 
 def continued(requests: list[Submit], tokens: dict[int, list[int]]) -> list[Submit]:
-    """The same prompts with what was generated behind them, to be scored."""
+    """The same prompts, each followed by its generated tokens, to be scored."""
     return [
         request(
             int(r.request_id),

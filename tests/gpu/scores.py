@@ -1,9 +1,9 @@
 """Distributions over the next token, as an engine gives them, and how far two may be apart.
 
 A sampled sequence leaves its twin for good where two tokens are almost equally likely, so outputs
-are not compared token by token with another engine's. Each sequence that the GPU gave is scored
-by the CPU instead: at every place, the CPU's distribution behind the same tokens must give the
-token that the GPU chose there, but for what rounding can do.
+are not compared token by token with another engine's. Instead the CPU scores each sequence that the
+GPU gave. At every position, the CPU's distribution after the same tokens must give the token that
+the GPU chose there, within rounding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _distribution(entry: TokenLogprobs) -> Tensor:
 
 
 def prompt_scores(outputs: Outputs) -> dict[int, Tensor]:
-    """Of each request asked for them: [prompt tokens - 1, VOCAB], row i behind token i."""
+    """Of each request asked for them: [prompt tokens - 1, VOCAB], row i after token i."""
     return {
         number: torch.stack([_distribution(e) for o in news for e in o.prompt_logprobs])
         if any(o.prompt_logprobs for o in news)
@@ -116,7 +116,7 @@ def _miss(request: Submit, index: int, token: int, logprobs: Tensor, slack: floa
     heat = params.temperature
     is_kept, may_be_kept = torch.ones(VOCAB, dtype=torch.bool), torch.zeros(VOCAB, dtype=torch.bool)
     if params.top_k:
-        # Who is about as likely as the last that is kept may be in its place.
+        # A token about as likely as the last one kept may be kept instead of it.
         last = logprobs.sort(descending=True).values[params.top_k - 1]
         is_kept, may_be_kept = logprobs > last + 2 * slack, (logprobs - last).abs() <= 2 * slack
         if not bool((is_kept | may_be_kept)[token]):

@@ -95,9 +95,9 @@ def _again(
     *,
     is_exact: bool,
 ) -> int:
-    """Ask for everything again: as many tokens cached as from the device, and the same answers, or
-    if not `is_exact` the same first tokens, behind which two that are as likely may part them.
-    Gives how many units were compared."""
+    """Ask for everything again: as many tokens cached as from the device, and the same answers. If
+    not `is_exact`, the first tokens are the same, until two equally likely tokens part them. Gives
+    how many units were compared."""
     compared = 0
     for prompt, expected, before in zip(prompts, warm, bits, strict=True):
         found = _ask(llm, prompt, GREEDY)

@@ -274,7 +274,7 @@ class AdapterEngine:
         self.loop.close()
 
     def assert_nothing_of_adapters_is_left(self) -> None:
-        """No page, slot or host copy, and nobody under way."""
+        """No page, slot or host copy is held, and no request is under way."""
         stats = self.loop.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_held_pages) == (0, 0, 0)
         assert stats.num_free_pages + stats.num_cached_pages == stats.num_pages

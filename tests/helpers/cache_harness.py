@@ -73,12 +73,12 @@ def mix(state: int, namespace: Namespace, token: int) -> int:
 
 
 def whose(owner: Owner, offset: int) -> Namespace:
-    """Who computed one token of a page."""
+    """The namespace that computed one token of a page."""
     return owner.namespace if offset >= owner.begin else owner.namespace._replace(adapter=None)
 
 
 def digests(key: PrefixKey, tokens: list[int], page_size: int) -> list[int]:
-    """Entry i stands for tokens[: i + 1], each as computed by whoever computes it."""
+    """Entry i stands for tokens[: i + 1], each with the namespace that computes it."""
     state, found = 17, []
     for position, token in enumerate(tokens):
         page, offset = divmod(position, page_size)
@@ -180,7 +180,7 @@ class Part:
     tables: list[list[int]]
     samples: bool
     drafts: list[int] = field(default_factory=list)
-    """Computed behind `end`, which moves on by as many of them as turn out to be right."""
+    """Computed after `end`, which advances by the number of them that turn out to be right."""
 
 
 @dataclass
@@ -249,7 +249,7 @@ class CacheHarness:
             self.cache.begin(sequence.held, len(sequence.tokens))
 
     def guess(self, sequence: Sequence, drafts: list[int]) -> Step:
-        """Plan and launch a step for all that is known of a sequence, and for guesses behind it."""
+        """Plan and launch a step for all known tokens of a sequence, and for guesses after them."""
         step = Step(StepId(self.next_step))
         self.next_step += 1
         lease, begin, end = sequence.held, sequence.num_computed, len(sequence.tokens)
@@ -278,7 +278,7 @@ class CacheHarness:
         sequence.num_computed = part.end
 
     def next_token(self, sequence: Sequence) -> int:
-        """What the model says behind all that is known."""
+        """The model's next token after all known tokens."""
         return self.digests(sequence)[-1] >> 33 & 1
 
     def commit(self) -> Step:

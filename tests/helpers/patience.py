@@ -17,7 +17,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     """Processor time that these processes have used so far, all threads together."""
     ticks = 0
     for pid in pids:
-        # Behind the name, which may hold spaces: user and system time are the 12th and 13th.
+        # After the name, which may hold spaces, user and system time are the 12th and 13th fields.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

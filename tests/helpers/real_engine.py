@@ -260,7 +260,7 @@ class RealEngine:
         return reply
 
     def fail_next(self) -> None:
-        """The next step that computes anything fails, behind all that its plan begins."""
+        """The next step that computes anything fails, after all that its plan starts."""
         compute = self.runner._compute
 
         def fail(*arguments: Any) -> Any:
@@ -397,8 +397,8 @@ class RealEngine:
 
 
 def paths_of(events: Iterable[CacheEvent]) -> dict[bytes, PagePath]:
-    """By hash, what a page is: who computed it and all tokens up to its end. Two events that name
-    one hash must mean the same page."""
+    """By hash, what a page is: the weights that computed it and all tokens up to its end. Two
+    events that name one hash must mean the same page."""
     paths: dict[bytes, PagePath] = {}
     for event in events:
         if not isinstance(event, PagesStored):

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
 
 
 def _use(tab: Tab, view: str) -> None:
-    """Do what a person who looks at it would do."""
+    """Do what a visitor of the page would do."""
     time.sleep(3)
     if view == "steps":
         tab.run("document.querySelector('.steps-canvas').focus()")

@@ -323,7 +323,7 @@ class Machine:
         self.planned(self.hand.plan(*ready, most=most), before)
 
     def guessing(self) -> list[Sequence]:
-        """Who may have drafts computed now."""
+        """Sequences that may have drafts computed now."""
         return [s for s in self.sequences if s.held.is_ready and not s.num_in_flight]
 
     def guess(self, index: int, drafts: list[int]) -> None:
@@ -536,7 +536,7 @@ class Machine:
         assert not gained
 
     def finish(self) -> None:
-        """Everybody ends, and nothing is left over."""
+        """All sequences end, and nothing is left over."""
         while self.hand.steps:
             self.hand.commit()
         for sequence in list(self.sequences):
@@ -584,8 +584,8 @@ class Machine:
         return lost, gained
 
     def check_kept(self, lost: Resident) -> None:
-        """What is kept for one that waits goes only with a page that leads to it and has lost what
-        it can't do without: where that was on the device alone, nobody kept it."""
+        """Units kept for a waiting request are evicted only together with a page before them that
+        lost what it needs: if that was on the device alone, no request kept it."""
         held = {pair for keep, entries in self.kept if keep.units for pair in entries.items()}
         ordered = {plane.index for plane in self.layout.planes if plane.family.is_ordered}
         cuts = {entry[1] for entry, unit in lost.items()
@@ -611,14 +611,14 @@ class Machine:
         return found
 
     def reserved(self, plane: int) -> set[int]:
-        """Units that are kept for anybody, or that an answer of storage is to fill."""
+        """Units that are kept for a request, or that an answer of storage is to fill."""
         kept = [units.tolist() for k, _ in self.kept for p, units in k.units.items() if p == plane]
         tickets = self.cache.prefetcher.tickets()
         asked = [u.tolist() for t in tickets for p, u in t.units.values() if p.index == plane]
         return {unit for units in kept + asked for unit in units}
 
     def loose(self, plane: int) -> set[int]:
-        """Units that nobody holds."""
+        """Units without a holder."""
         return set(np.flatnonzero(self.cache.index.pools[plane].holders == 0).tolist())
 
     def check_contents(self) -> None:

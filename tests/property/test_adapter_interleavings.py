@@ -165,7 +165,7 @@ class Traffic:
         self.engine.replies.clear()
 
     def settle(self) -> None:
-        """Everybody ends, all names are unloaded, and nothing is left."""
+        """All requests end, all names are unloaded, and nothing is left."""
         self.engine.run()
         self.take_replies()
         assert not any(name.under_way for name in self.names.values())

@@ -187,8 +187,9 @@ def check_seed(seed: int, num_requests: int) -> Crowd:
 
 @pytest.mark.parametrize("seed", seeds(5))
 def test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most(seed: int) -> None:
-    """L07: with more adapters for each place than can be served, places, loads and lengths of any
-    kind; the audit after every step holds the bound of each, and L06: everybody is served."""
+    """L07: with more adapters for each place than can be served, and with places, loads and lengths
+    of any kind. The audit after every step checks the bound of each, and L06: all requests are
+    served."""
     check_seed(seed, 60)
 
 

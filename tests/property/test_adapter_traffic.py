@@ -171,7 +171,8 @@ class Traffic:
             self.two.unseat(two)
 
     def step(self) -> None:
-        """As the scheduler does it: seat who is ready, load for the others, launch."""
+        """As the scheduler does it: seat the requests that are ready, load for the others,
+        launch."""
         wanted: dict[AdapterDigest, None] = {}
         for one, two, digest in self.requests:
             if one.slot is not None or self.rng.random() < 0.2:
@@ -233,7 +234,7 @@ class Traffic:
         self.machine.carry_out(intents)
 
     def settle(self) -> None:
-        """Everyone gets to run in the end, and nothing is left behind."""
+        """All requests run in the end, and nothing is left over."""
         rounds = 0
         while self.requests:
             rounds += 1

@@ -103,7 +103,7 @@ class Asker:
 
 
 def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Sampled:
-    """One step of all, with scores for those who ask."""
+    """One step of all rows, with scores for those that ask for them."""
     tables = SamplingTables.zeros(len(submits), VOCAB, torch.device("cpu"))
     state = SamplingState(len(submits), tables)
     known = np.array([3, 4, 4, 5, *output], np.int32)

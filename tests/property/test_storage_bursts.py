@@ -1,7 +1,7 @@
 """Random bursts through a host that is too small for them, audited after every step (T04).
 
-Storage has most prompts, answers late, in any order, in part or with errors. Whatever the policy,
-everybody ends with its own tokens, nobody waits for ever, and nothing is held in the end.
+Storage has most prompts, and answers late, in any order, in part or with errors. With every policy,
+all requests end with their own tokens, none waits for ever, and nothing is held in the end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case:
         self.aborted: set[int] = set()
         self.num_failed = 0
         self.num_waited = 0
-        """Steps in which anybody stood in line."""
+        """Steps in which any request waited in line for storage."""
 
     def _finish(self, copies: list[Copy]) -> list[tuple[Copy, bool]]:
         done = [copy for copy in copies if self.rng.random() >= self.slowness]
@@ -133,7 +133,7 @@ class Case:
 
 
 def run(seed: int) -> int:
-    """Gives for how many steps somebody stood in line."""
+    """Gives the number of steps in which any request waited in line."""
     case = Case(seed)
     for burst in range(4):
         case.round(range(100 * burst, 100 * burst + 20))

@@ -117,8 +117,8 @@ WRITTEN: dict[str, list[Any]] = {
     "layers_to_transform": [[0], 1], "exclude_modules": [["q_proj"], r".*\.q_proj", "q_proj"],
     "modules_to_save": [None, []], "scaling": [3.0], "lora_scale": [3.0],
 }  # fmt: skip
-"""What may stand in the file of an adapter that is otherwise usual, whoever wrote it: the weights
-stay as they are, and PEFT reads the file as we do."""
+"""What any tool may write into the file of an otherwise usual adapter: the weights stay as they
+are, and PEFT reads the file as we do."""
 
 
 class Bench:

@@ -6,7 +6,7 @@ Each seed is one request: a route, and a body drawn from the document's schema i
 odd now and then, left out, or of another type. The server is a real one but for its engine, which
 repeats prompts; with `--real` it is `manyroots serve` with a tiny model, and several requests are
 under way at once. Prints a line for each request that was answered badly, and exits with 1 if there
-was any. With `--state`, what is done is noted there, and the same command goes on behind it.
+was any. With `--state`, progress is saved there, and the same command continues from it.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@
         SmolLM2)
 
 A seed draws a model (wide enough that a page costs more to compute than to fetch, so that storage
-is hit), sizes of device, host and storage that evict all the time, and talks over HTTP: each turn
-goes on from what was said, behind a new question or none, parts from it somewhere, has another
-word in its middle, is left by its caller half way and goes on from there, or is asked of another
+is hit), sizes of device, host and storage that evict all the time, and conversations over HTTP.
+Each turn continues what was said, with a new question or none; parts from it somewhere; has another
+word in its middle; is left by its caller half way and continues from there; or is asked of another
 adapter. In the middle the server ends and starts again on what storage has. All is greedy with
-log-probabilities. In the end a server that reuses nothing scores every talk in one pass: each
-token of each answer must be its first choice there, with the same log-probability.
+log-probabilities. In the end a server that reuses nothing scores every conversation in one pass:
+each token of each answer must be its first choice there, with the same log-probability.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Storm:
             self.told[f"{tier} hits"] += count > 0
 
     def _next(self) -> tuple[str, list[int]]:
-        """Whom to ask what."""
+        """The adapter to ask, and what to ask it."""
         rng = self.rng
         if not self.said or rng.random() < 0.12:
             return rng.choice(("base", *NAMES)), [*rng.choice(self.heads), *self._text(5)]

@@ -5,10 +5,10 @@
 
 The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
 prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
-these make. The cold one computes every prompt alone, with reuse off, the answer behind it, all in
-one step: each token of the answer must be the one that it finds likeliest there, but where its two
-best are closer than what rounding may move them. Lengths lie around pages, windows, chunks and
-checkpoints; three adapters and the base share texts.
+these make. The cold engine computes every prompt with its answer alone, in one step, with reuse
+off. Each token of the answer must be the one that the cold engine finds likeliest there, except
+where its two best are closer than rounding may move them. Lengths lie around pages, windows, chunks
+and checkpoints; three adapters and the base share texts.
 
 With a tier, pages that leave the device are found there; with one that lasts, the warm engine is
 started again after each half of its traces and finds what the last one stored. With ranks, the warm
@@ -218,7 +218,7 @@ class Engines:
         return self.warm.generate(prompts, greedy, lora_request=self._requests(names))
 
     def cold_logprobs(self, tokens: list[int], name: str | None) -> list[Any]:
-        """Behind each of `tokens` but the last: the two best tokens, with their logprobs."""
+        """After each of `tokens` but the last: the two best tokens, with their logprobs."""
         once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
         [output] = self.cold.generate([tokens], once, lora_request=self._requests([name]))
         behind: Any = output.prompt_logprobs
@@ -304,7 +304,7 @@ def _text(rng: random.Random, count: int) -> list[int]:
 
 
 def _compare(warm: Any, cold: list[Any], found: Found, where: str) -> None:
-    """`cold`: what was found behind the prompt and behind each token of the answer but the last."""
+    """`cold`: the result after the prompt and after each token of the answer but the last."""
     found.requests += 1
     found.prompt_tokens += len(warm.prompt_token_ids)
     found.cached_tokens += warm.num_cached_tokens

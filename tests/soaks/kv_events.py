@@ -207,7 +207,7 @@ def run(num_events: int, seed: int, folder: str) -> dict[str, int]:
     last = 0
     has_lost = False
     try:
-        # What was lost is counted as it comes, which may be behind its replay.
+        # Lost messages are counted as they come, which may be after their replay.
         while consumer.num_events < num_events or consumer.num_lost < NUM_LOST:
             for _ in range(200):
                 traffic.request()

@@ -7,11 +7,11 @@ workload: prompts that share and part, samplings of every kind, drafts, adapters
 given other weights under their name and unloaded while they are used, more of them than places,
 other weights of the model, pauses, aborts, steps that fail, a storage (files or Redis) that is
 slow, broken, damaged and shared by a second engine, engines that are closed and started on what
-they left. The cache and the adapters are audited as it goes on, and what a router mirrors from the
+they left. The cache and the adapters are audited throughout, and what a router mirrors from the
 events of an engine is what its cache has. Each answer must be what the same request gives alone on
-an engine that reuses nothing (tokens, text, log-probabilities); in the end nothing may be held by
-anybody, and closed engines leave no thread and no open file. A failure says its seed; where storage
-is slow, the same seed may go another way the next time.
+an engine that reuses nothing (tokens, text, log-probabilities). In the end nothing may be held, and
+closed engines leave no thread and no open file. A failure gives its seed; where storage is slow,
+the same seed may go another way the next time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ CONTENTS = {
 NAMES = ("red", "green", "blue", "black", "white")
 WEIGHTS = ("one", "two")
 HANGS_S = PATIENCE_S
-"""Without a single output while somebody waits for one."""
+"""Without a single output while a request waits for one."""
 AUDITED = 0.2
 """Of the steps: it takes as long as a step."""
 CLOSE = 2 * TOLERANCES["logits", torch.float32].atol
@@ -277,7 +277,7 @@ class Weather:
 
 
 class ShakyModel:
-    """A runner's model, which fails where the weather says so: behind all that a plan begins."""
+    """A runner's model that fails when the weather says so, after all that a plan starts."""
 
     def __init__(self, runner: Runner, weather: Weather) -> None:
         model: Any = runner
@@ -527,8 +527,8 @@ class Driver:
         self.is_paused = False
 
     def take_weights(self, weights: str, ask: Callable[[], None]) -> None:
-        """As a trainer does: pause, end what runs, update, go on. Who comes meanwhile waits: for
-        its adapter's files, for a grammar, or for the end of the pause."""
+        """As a trainer does: pause, end what runs, update, resume. Requests that arrive meanwhile
+        wait: for their adapter's files, for a grammar, or for the end of the pause."""
         if not self.is_paused:
             self.pause()
         how = self.rng.choice(("abort", "finish"))
@@ -618,7 +618,7 @@ class Driver:
             self.router.close()
 
     def restart(self) -> None:
-        """Another engine on what this one left in storage; whoever waited is lost."""
+        """Another engine on what this one left in storage; waiting requests are lost."""
         for live in list(self.live.values()):
             self.abort(live)
         self.loop.handle(Control(0, ControlKind.RESUME))
@@ -827,7 +827,7 @@ class Workload:
         elif reply.error is None:
             driver.weights = weights
             for live in driver.live.values():
-                live.weights = weights  # nobody had begun
+                live.weights = weights  # none had begun
         driver.resume()
 
     def _clear_up(self) -> None:
@@ -849,7 +849,7 @@ class Workload:
 
     def _spoil_files(self, draw: float) -> None:
         files = sorted(self.folder.glob("store/v1/??/*"))
-        if draw >= 0.97:  # by whoever wants the room
+        if draw >= 0.97:  # by an operator that needs the space
             shutil.rmtree(self.folder / "store", ignore_errors=True)
         elif files:
             path = self.rng.choice(files)
@@ -898,7 +898,7 @@ class Workload:
             driver.load(name, content, in_place=rng.random() < 0.7)
 
     def _may_fail_to_load(self, driver: Driver, name: str) -> None:
-        """Who holds what was in a folder before, and has no copy of it in memory, can't have it."""
+        """A request with a folder's old content fails if no copy of that content is in memory."""
         for live in driver.live.values():
             live.may_fail |= live.submit.adapter is not None
 

@@ -1,4 +1,4 @@
-"""Models that nobody has named: random sizes and options, ours against transformers and PEFT.
+"""Unnamed models of random sizes and options: ours against transformers and PEFT.
 
     python -m tests.soaks.odd_models [--kind NAME] [--models 100] [--seed 0]
 

@@ -118,7 +118,7 @@ def check_index(wanted: Iterator[Pair]) -> None:
 
 
 def check_storage(wanted: Iterator[Pair], folder: Path) -> int:
-    """Bytes: each owner's come back to it, and nothing comes to who has stored nothing. Gives how
+    """Bytes: each owner gets its own back, and an owner that stored nothing gets nothing. Gives how
     many pages came back."""
     hasher = PageHasher(b"model", PAGE * 4)
     arena, rng = Arena(BATCH * NUM_PAGES), np.random.default_rng(0)

@@ -83,7 +83,7 @@ def _settings(rng: random.Random) -> SimulationSettings:
         depth=rng.choice([0, 1, 1]),
         prefetch=rng.choice(list(Prefetch)).value,
         prefetch_timeout_steps=rng.choice([0, 1, 5]),
-        # Of those that are patient for 64 steps nobody would rest in so short a life.
+        # With a quantum of 64 steps no adapter would pause in so short a run.
         adapter_quantum_steps=rng.choice([1, 4, 64, None]),
         num_spare_slots=rng.choice([0, 0, 1, 2]),
     )

@@ -4,8 +4,8 @@
         /tmp/manyroots-clients]
 
 A real server of a tiny model on loopback; Schemathesis in a venv of its own, which is made once in
-the folder. What an admin may do is asked for behind the rest, by a server of its own, since it
-pauses and sleeps. Prints what Schemathesis says, and exits with 1 if it found something.
+the folder. Admin routes are tested last, on a server of their own, since they pause and sleep.
+Prints what Schemathesis says, and exits with 1 if it found something.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OF_ADMINS = (
     "|v1/load_lora|v1/unload_lora)"
 )
 OF_SLEEP = "^/(sleep|wake_up|release_memory|resume_memory|is_)"
-"""Behind the others, which an engine that is asleep answers with 503."""
+"""Tested last: an engine that is asleep answers the other routes with 503."""
 
 
 def run(command: str, url: str, key: str, flags: list[str]) -> int:

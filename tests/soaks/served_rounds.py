@@ -3,9 +3,9 @@
     python -m tests.soaks.served_rounds [--clients 128] [--rounds 12] [--share 0.5] [--kind qwen3.5]
 
 A real server around a tiny hybrid, real bytes. One system prompt, odd lengths, each client's next
-question behind the server's own answers. The memory is that share of what `simulate rounds` keeps
-of the same talks when nothing is evicted, pages and checkpoints together; how both share it is the
-server's choice. Prints JSON: what was found of the prompts beside what the best offline policies
+question after the server's own answers. The memory is that share of what `simulate rounds` keeps of
+the same conversations when nothing is evicted, pages and checkpoints together; the server chooses
+how both share it. Prints JSON: what was found of the prompts beside what the best offline policies
 find of the same requests in the same order, with the same memory shared in the best way for them;
 and the tokens that were not found by reason, as responses and `/metrics` say them (S07). Ends with
 1 if less than 0.95 of the best is found, or if a token that was not found has no reason.
@@ -53,7 +53,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass
 class Plan:
-    """Who says what; answers are the server's own."""
+    """Each client's questions; answers are the server's own."""
 
     questions: list[list[list[int]]]
     lengths: list[list[int]]

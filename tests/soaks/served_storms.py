@@ -143,8 +143,8 @@ class Serving:
 
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
-        """Until the engine knows of the new files, a name means what was in the old ones, and who
-        has no copy of that in memory can't have it."""
+        """Until the engine knows of the new files, a name means the content of the old ones. A
+        request fails if no copy of that content is in memory."""
         self.num_replaced += 1
         for asked in self.live.values():
             self._disturb(asked)
@@ -170,7 +170,7 @@ class Serving:
 
     @contextlib.contextmanager
     def disrupted(self) -> Iterator[None]:
-        """Whoever is there in this time may be told that it failed."""
+        """Requests that are live in this time may fail."""
         self.num_disruptions += 1
         for asked in self.live.values():
             self._disturb(asked)
@@ -585,7 +585,7 @@ class Storm:
             (store / "v1" / "used").write_bytes(rng.choice((b"", b"\0" * 8, b"\xff" * 8, b"abc")))
         elif kind == "shard" and files:
             shutil.rmtree(rng.choice(files).parent, ignore_errors=True)
-        elif kind == "all":  # as `rm -rf` by whoever wants the room
+        elif kind == "all":  # as `rm -rf` by an operator that needs the space
             shutil.rmtree(rng.choice((store, store / "v1")), ignore_errors=True)
 
     # In the end

@@ -37,8 +37,8 @@ AGREE = 0.02
 
 
 def talks(trace: Trace, every: int) -> Trace:
-    """The lines of one conversation of `every`. Those of one begin with the same two blocks: the
-    first alone may be everybody's."""
+    """The lines of one conversation of `every`. Lines of one conversation begin with the same two
+    blocks: the first alone may be common to all conversations."""
     numbers: dict[tuple[str, ...], int] = {}
     kept = []
     for line in trace:

@@ -176,7 +176,7 @@ def _run_on(
     next_seed: Callable[[], int | None],
     take: Callable[[Slice], None],
 ) -> None:
-    # Fresh processes: a fork would carry over the threads and locks of whoever calls this.
+    # Fresh processes: a fork would carry over the threads and locks of the caller.
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         under_way: set[Future[Slice]] = set()
         while True:

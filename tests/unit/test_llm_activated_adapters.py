@@ -60,7 +60,7 @@ def ask(
 
 def test_n23_one_page_two_beginnings(tiny: TinyAdapters, warm: LLM, cold: LLM) -> None:
     """N23: the same page, with an adapter that begins at its first token or at its last, depending
-    on the token behind it; and what PEFT says of both."""
+    on the token after it; and what PEFT says of both."""
     page = [*INVOCATION, 60, 7]
     prompts = [[*page, 8, 40, 41, 42, 43], [*page, 9, 40, 41, 42, 43]]
     assert [invoked_at(prompt, INVOCATION) for prompt in prompts] == [3, 0]
@@ -75,7 +75,7 @@ def test_n23_cached_tokens_are_cold_tokens(
     tiny: TinyAdapters, warm: LLM, cold: LLM, seed: int
 ) -> None:
     """N22, N23: prompts that share pages, some of base, several at once, each with a second turn
-    that sends the output back, with or without an invocation behind it."""
+    that sends the output back, with or without an invocation after it."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

@@ -163,7 +163,7 @@ def test_a_number_that_does_not_change_reads_nothing(tiny: TinyAdapters, llm: LL
 def test_s05_a_stream_keeps_what_comes_while_an_adapter_is_loaded(
     tiny: TinyAdapters, tmp_path: Path
 ) -> None:
-    """Those tokens were lost, and the text went on behind them."""
+    """Those tokens were lost, and the text continued after them."""
     template = tmp_path / "plain.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     chat = [{"role": "user", "content": "hello"}]

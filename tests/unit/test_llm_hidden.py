@@ -1,4 +1,4 @@
-"""The hidden state behind a prompt (G05): through the real engine, as transformers computes it."""
+"""The hidden state after a prompt (G05): through the real engine, as transformers computes it."""
 
 from __future__ import annotations
 

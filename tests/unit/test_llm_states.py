@@ -102,8 +102,8 @@ def test_h12_a_state_larger_than_the_context_leaves_pages_as_small_as_they_are(
 
 
 def test_f05_states_saved_in_steps_of_mixed_chunks_are_exact(folder: Path, cold: LLM) -> None:
-    """F05, C05, SGLang #39342: prompts whose chunks share steps with others' and with decodes left
-    wrong states behind. Every prompt goes on here from what such steps saved."""
+    """F05, C05, SGLang #39342: prompts whose chunks share steps with others' and with decodes saved
+    wrong states. Every prompt continues here from what such steps saved."""
     rng = random.Random(2)
     prompts = [text(rng, count) for count in (90, 33, 61, 47, 128, 16, 17, 75)]
     with serve(folder, max_num_batched_tokens=40, checkpoint_interval_tokens=PAGE) as llm:

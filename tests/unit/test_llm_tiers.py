@@ -384,7 +384,7 @@ def test_t10_a_request_whose_pages_do_not_come_fails_alone(tmp_path: Path) -> No
 def test_r09_hits_are_computed_again_and_what_differs_is_dropped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R09: every hit is checked; pages that were changed behind the engine's back are found,
+    """R09: every hit is checked; pages that were changed without the engine's knowledge are found,
     dropped on every tier, and computed again. Callers are told nothing of the checks."""
     settings = {
         "kv_storage": f"file://{tmp_path}/kv", "num_host_pages": 300, "kv_check_share": 1.0,

@@ -61,7 +61,7 @@ def test_the_end_is_only_allowed_by_name(llm: LLM) -> None:
 
 
 def test_bad_words_are_never_said_and_nothing_else_is_forbidden(llm: LLM) -> None:
-    """Token by token beside biases: of a word's tokens only the last, behind all others."""
+    """Token by token beside biases: of a word's tokens only the last, after all others."""
     [free] = said(llm, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     tokenizer = llm.get_tokenizer()
     for length in (1, 2, 3):
@@ -110,7 +110,7 @@ def test_who_can_never_choose_is_refused_by_name(llm: LLM) -> None:
         with pytest.raises(RequestError, match=field) as caught:
             llm.generate([PROMPT], SamplingParams(**values))
         assert caught.value.field == field
-    # Behind the first token only: that request's failure, and nobody else's.
+    # After the first token only: that request fails, and no other.
     stuck = SamplingParams(max_tokens=5, allowed_token_ids=(97,), bad_words=("aa",))
     with pytest.raises(RequestError, match="leave no token") as caught:
         llm.generate([PROMPT, PROMPT], [stuck, SamplingParams(max_tokens=5, ignore_eos=True)])

@@ -127,7 +127,7 @@ def test_g06_weights_that_cannot_be_taken_change_nothing(
 def test_g06_files_that_change_while_they_are_read_end_the_engine(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """G06: a trainer that writes the next weights into the same folder; nobody may go on with a
+    """G06: a trainer writes the next weights into the same folder. No request may continue with a
     mixture of both, or keep its pages under the name of one of them."""
     folder = tmp_path / "latest"
     shutil.copytree(folders / "two", folder)
@@ -163,7 +163,7 @@ def test_g06_what_was_asked_last_holds(folders: Path) -> None:
 
 
 def test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights(folders: Path) -> None:
-    """G06, R09: nobody who pauses knows of it, or can wait for it."""
+    """G06, R09: a caller that pauses does not know of the check and can't wait for it."""
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 8}
     with start(folders, "one", kv_check_share=1.0, **few) as llm:
         ask(llm)

@@ -1,4 +1,4 @@
-"""An engine made of a rule, behind the same seam as the real one.
+"""An engine made of a rule, with the same interface as the real one.
 
 By default it repeats the prompt, one token per output, until max_tokens; tests give other rules,
 hold it at a gate, or let it die.

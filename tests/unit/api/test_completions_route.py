@@ -251,8 +251,8 @@ async def test_no_stop_trim_is_sglangs_name_of_what_keeps_the_stop_string() -> N
 
 
 async def test_offsets_of_an_echoed_prompt_count_characters() -> None:
-    """Whoever scores the end of a prompt finds it by them: parts of a character have its place, and
-    what follows is where the text has it."""
+    """Clients that score the end of a prompt find it by offsets. Parts of a character have its
+    offset, and later tokens have theirs in the text."""
     response = await Harness().complete("h\u00e9\u20acx", max_tokens=2, logprobs=1, echo=True)
     [choice] = response.json()["choices"]
     assert choice["text"].startswith("h\u00e9\u20acx")

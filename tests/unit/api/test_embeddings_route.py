@@ -1,4 +1,4 @@
-"""Embeddings: the hidden state behind a text, of length 1 (G05)."""
+"""Embeddings: the hidden state after a text, of length 1 (G05)."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ async def names(server: Harness) -> list[str]:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_s03_the_endpoints_are_not_there_unless_enabled(path: str) -> None:
-    """S03: not even for whoever guesses the key."""
+    """S03: not even for a caller that guesses the key."""
     server = Harness(lora=LORA, admin_key="the-admin")
     answer = await server.post(path, {"lora_name": "a", "lora_path": "b"}, headers=ADMIN)
     assert answer.status_code == 404

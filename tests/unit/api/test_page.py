@@ -1,4 +1,4 @@
-"""The page's routes: who gets what, and that one look at the engine serves all pages."""
+"""The page's routes: what each caller gets, and that one look at the engine serves all pages."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ async def test_no_content_type_and_curls_own_are_accepted_around_json(kind: str 
     ["x/health", "/health?", "a?b", "a#b", "user@x", "a b", "a:b", "[::1", "a\\b", "x:80:90"],
 )
 async def test_a_host_with_more_than_a_host_is_refused(host: str) -> None:
-    """Whoever brings the key; without it the answer is a 401, since nothing is decided by it."""
+    """With the right key. Without it the answer is a 401, since no decision depends on the host."""
     response = await Harness(api_key="k").get(
         "/v1/models", headers={"host": host, "authorization": "Bearer k"}
     )

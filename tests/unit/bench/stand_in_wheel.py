@@ -50,7 +50,7 @@ class ExecutionPlan:
 
 
 class Scheduler:
-    """Starts all that fit the batch in one step; whoever began decodes."""
+    """Starts all requests that fit the batch in one step; started requests decode."""
 
     def __init__(self, config: Any) -> None:
         self._batch = config.max_batch_size

@@ -29,7 +29,7 @@ Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))
 PROMISE = Promise(first_token_s=PATIENCE_S, between_tokens_s=PATIENCE_S)
 GAP_S = 0.05
-"""Between two tokens of a server. Who reads may be late, and find all but two of them at once."""
+"""Between two tokens of a server. A late reader may find all but two of them at once."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -263,7 +263,7 @@ def test_b01_a_case_of_bench_traffic_is_sent_token_by_token_and_then_at_shares_o
 def test_wrong_flags_are_named(
     flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Not the usual port, where somebody's server may be: of two urls the last one counts.
+    # Not the default port, where another server may listen: of two urls the last one counts.
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1", *flags]) == 2
     assert says in capsys.readouterr().err
 
@@ -299,7 +299,7 @@ async def as_sse_starlette(writer: asyncio.StreamWriter) -> None:
 
 
 async def until_closed(writer: asyncio.StreamWriter) -> None:
-    """HTTP/1.0, lines without a space behind the colon, and none behind the last one."""
+    """HTTP/1.0, lines without a space after the colon, and none after the last line."""
     writer.write(b"HTTP/1.0 200 OK\r\n" + SSE + b"\r\n")
     lines = [b'data:{"choices": [{"delta": {"reasoning": "x"}}]}' for _ in range(4)]
     for number, line in enumerate(lines):

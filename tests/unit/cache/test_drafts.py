@@ -64,8 +64,8 @@ def test_p11_only_accepted_tokens_are_published(num_right: int, page_size: int) 
 def test_p11_a_lease_goes_on_from_what_was_accepted_with_other_tokens(
     num_right: int, size: int
 ) -> None:
-    """P11: beside a window of any size, which gives nothing back that the tokens behind the
-    accepted ones read; every read is checked, here and by whoever reuses the pages."""
+    """P11: beside a window of any size, which gives nothing back that the tokens after the accepted
+    ones read. Every read is checked, here and where requests reuse the pages."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(window(size, 2), 32))
     sequence = hand.run(KEY, PROMPT)
     for _ in range(4):

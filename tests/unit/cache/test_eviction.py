@@ -70,7 +70,7 @@ class Served:
         return num_found // PAGE
 
     def fresh(self, num_pages: int) -> Int32s:
-        """Tokens that nobody has seen, and one more than so many pages."""
+        """Tokens of no earlier request: so many pages, and one token more."""
         self.next_token += num_pages * PAGE + 1
         return np.arange(self.next_token - num_pages * PAGE - 1, self.next_token, dtype=np.int32)
 
@@ -119,8 +119,8 @@ def test_a_prompt_asked_again_as_it_is_is_shared_too() -> None:
 
 
 def test_a_long_prefix_in_several_steps_is_kept_whole() -> None:
-    """Its nodes are one behind the other, and only the last is where requests part: when that
-    goes, what led there is no less shared."""
+    """Its nodes form a chain, and requests part only at the last one. When that node is evicted,
+    the prefix before it is no less shared."""
     served = Served(100)
     hot = served.fresh(20)[:-1]
     for end in (8, 16, 20):

@@ -1,4 +1,4 @@
-"""Families behind one boundary: what can be resumed from, what is kept of it, and what it costs."""
+"""Families with one interface: what can be resumed from, what is kept of it, and what it costs."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_c06_with_several_windows_the_usable_prefix_is_the_smallest() -> None:
 def test_p07_a_window_publishes_and_matches_what_it_can_resume_from(
     size: int, page_size: int
 ) -> None:
-    """P07: a second request resumes at the last whole page and reads only what is really there,
-    one token before and behind every page boundary."""
+    """P07: a second request resumes at the last whole page and reads only what is really there, one
+    token before and after every page boundary."""
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     for length in range(1, len(tokens) + 1):
         hand = CacheHarness(
@@ -121,7 +121,7 @@ def test_p07_a_window_publishes_and_matches_what_it_can_resume_from(
 
 
 def test_p07_a_request_holds_no_page_that_its_window_has_left() -> None:
-    """P07: pages behind the window go back, also of a request that runs on."""
+    """P07: pages that the window has left go back, also while the request runs."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(window(4, 2), 32))
     sequence = hand.run(KEY, PROMPT, max_output=9)
     assert sequence.num_computed == 18
@@ -343,7 +343,7 @@ def test_h05_a_state_whose_step_has_not_committed_is_not_saved() -> None:
     """H05, P03: released as finished while the step that saves it still runs."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
     sequence = hand.run(KEY, [1, 2, 3, 4, 5])
-    hand.plan(sequence)  # fills page 2 and saves the state behind it
+    hand.plan(sequence)  # fills page 2 and saves the state at its end
     assert hand.cache.stats().planes[1].num_held == 2
     hand.end(sequence)
     audit(hand.cache)
@@ -363,7 +363,7 @@ def test_h06_a_request_goes_on_without_a_checkpoint_where_there_is_no_room() -> 
 
 
 def test_h08_losing_a_page_takes_the_states_and_windows_beyond_it_along() -> None:
-    """H08: nothing can resume through it, so nothing behind it is kept."""
+    """H08: nothing can resume through it, so nothing after it is kept."""
     hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16), Capacity(recurrent(1), 16)
     )
@@ -423,7 +423,7 @@ def test_h12_checkpoints_are_taken_by_interval_at_the_prompts_end_and_where_prom
     assert stops(hand, PROMPT) == [6, 8, 9]
     shared = [1, 2, 3, 4]
     second = [*shared, 31, 32, 33, 34, 35, 36, 37]
-    assert stops(hand, second) == [4, 6, 10, 11]  # parts from the first behind page 2
+    assert stops(hand, second) == [4, 6, 10, 11]  # parts from the first after page 2
     assert hand.found(KEY, [*shared, 50]) == 4
     assert stops(hand, [*shared, 51, 52, 53])[0] == 6
     states = {len(path) for plane, path in resident(hand.cache) if plane == 1}
@@ -472,8 +472,9 @@ def test_reuse_can_be_switched_off_for_every_family() -> None:
 
 
 def test_a_page_is_published_behind_its_own_tokens_whoever_took_its_parents_place() -> None:
-    """One request's page is evicted behind its window, another lengthens the same leaf in its
-    place; the first one's next page must not be found behind the other's tokens."""
+    """One request's page is evicted after its window has left it, and another request lengthens the
+    same leaf in its place. The first request's next page must not be found after the other's
+    tokens."""
     hand = CacheHarness(Capacity(window(2, 2), 3), page_size=2)
     cache = hand.cache
     ours, theirs = [1, 1, 2, 2, 3, 3], [1, 1, 4, 4]
@@ -489,7 +490,7 @@ def test_a_page_is_published_behind_its_own_tokens_whoever_took_its_parents_plac
     compute(2, 4)
     cache.commit(one, ints(*ours), 4, StepId(4))
     compute(4, 5)
-    compute(5, 6)  # its second page is behind the window now, and nobody's
+    compute(5, 6)  # the window has left its second page, and no request holds it
     assert not isinstance(cache.extend(other, 2, 4, StepId(7)), Refusal)
     cache.commit(other, ints(*theirs), 4, StepId(7))
     cache.commit(one, ints(*ours), 6, StepId(8))

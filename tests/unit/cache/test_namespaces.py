@@ -460,7 +460,7 @@ class TestActivated:
 
     @pytest.mark.parametrize("mix", MIXES)
     def test_n22_pages_before_the_invocation_are_shared_with_base(self, mix: str) -> None:
-        """N22: both ways, and nothing behind it is."""
+        """N22: in both directions, and nothing after it is shared."""
         hand = CacheHarness(*capacities(mix))
         hand.serve(PLAIN, PROMPT)
         assert hand.found(self.KEY, PROMPT) == 4
@@ -550,8 +550,8 @@ class TestActivated:
         assert {path for _, path in resident(hand.cache)} == {path_of(PLAIN, prompt, 1, 2)}
 
     def test_n23_hashes_events_and_storage_keys_carry_the_beginning(self) -> None:
-        """N23, N11, K02: a page in which the adapter begins is another page outside, too, and so is
-        all behind it; an event says where it begins."""
+        """N23, N11, K02: a page in which the adapter begins is another page outside, too, and so
+        are all pages after it; an event says where it begins."""
         policies = CachePolicies(
             records_events=True, uses_storage=True, write_back=WriteBack.THROUGH
         )
@@ -611,7 +611,7 @@ def test_n11_no_field_of_a_namespace_can_be_mistaken_for_another(
 
 
 def test_n07_a_dropped_lease_leaves_its_pages_in_its_own_namespace() -> None:
-    """N07: what a retracted request published is found by it, and by nobody else."""
+    """N07: only a retracted request finds again what it published."""
     hand = CacheHarness()
     hand.end(hand.run(A, PROMPT, max_output=3), Ending.DROPPED)
     assert hand.found(A, PROMPT) == 6

@@ -36,7 +36,7 @@ def stats(hand: CacheHarness) -> StorageStats:
 
 
 def ask(hand: CacheHarness, number: int) -> Copy | None:
-    """Three pages that nobody has."""
+    """Three pages that no tier has."""
     if hand.cache.prefetch(KEY, ints(100 + number, *range(7))) is None:
         return None
     [copy] = hand.take_copies()

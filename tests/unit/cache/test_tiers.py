@@ -38,7 +38,7 @@ def tiered(device: int = 16, host: int = 16, **policies: object) -> CacheHarness
 
 
 def push_out(hand: CacheHarness, *, keep: int = 0) -> None:
-    """Evict from the device all that nobody holds, but for `keep` units of each family."""
+    """Evict from the device all units without a holder, but for `keep` units of each family."""
     for plane in hand.layout.device:
         pool = hand.cache.index.pools[plane.index]
         hand.cache.evictors[plane.index].evict(pool.num_cached - keep)
@@ -441,7 +441,7 @@ def test_t08_an_abort_before_a_load_arrives_leaves_no_page_without_those_before_
     [copy] = hand.take_copies()
     hand.end(sequence, Ending.DROPPED)
     other = hand.claim(KEY, [31, 32, 33, 34])
-    assert hand.plan(other).parts  # takes the one page that nobody holds
+    assert hand.plan(other).parts  # takes the one page without a holder
     hand.commit()
     hand.acknowledge(copy)
     audit(hand.cache)
@@ -451,7 +451,7 @@ def test_t08_an_abort_before_a_load_arrives_leaves_no_page_without_those_before_
 
 
 def test_t08_a_load_that_arrives_in_part_leaves_no_page_without_those_before_it() -> None:
-    """T08: the middle page is torn; the page behind it is of no use on the device."""
+    """T08: the middle page is torn; the page after it is of no use on the device."""
     hand = tiered()
     hand.serve(KEY, PROMPT)
     hand.settle()
@@ -468,8 +468,8 @@ def test_t08_a_load_that_arrives_in_part_leaves_no_page_without_those_before_it(
 @pytest.mark.parametrize("first_prompt", [PROMPT[:3], PROMPT], ids=["above", "both"])
 def test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order(first_prompt: list[int]) -> None:
     """T09: a request waits for a page that another loads and for one of its own, which arrives
-    first. Meanwhile a third had brought what lies above it, or both, and goes: what the one that
-    waits has found a place for must not lie below what nobody holds."""
+    first. Meanwhile a third request brought the page above it, or both, and ends. A page that the
+    waiting request has found must not lie below a page without a holder."""
     hand = tiered()
     hand.serve(KEY, PROMPT[:5])
     hand.settle()
@@ -497,11 +497,11 @@ def test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order(first_prompt:
 
 
 def test_p03_a_failed_step_leaves_nothing_on_the_device_behind_what_it_takes_back() -> None:
-    """P03, T08: pages that a request loads arrive behind pages that another, which may not reuse
-    them, is computing again. That step fails; the one that loaded goes on unharmed."""
+    """P03, T08: pages that a request loads arrive after pages that another request, which may not
+    reuse them, is computing again. That step fails; the request that loaded continues unharmed."""
     hand = tiered()
     hand.serve(KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    hand.serve(KEY, [1, 2, 3, 4, 0, 0, 0])  # parts the run behind its second page
+    hand.serve(KEY, [1, 2, 3, 4, 0, 0, 0])  # parts the run after its second page
     hand.settle()
     push_out(hand)
     loading = hand.claim(KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9])

@@ -44,7 +44,7 @@ def match(tree: PrefixTree, key: PrefixKey, tokens: list[int]) -> list[int]:
 
 @for_seeds(600)
 def test_r02_matches_equal_a_dictionary_of_prefixes(draw: Draw) -> None:
-    """R02, N22, N23: whatever was inserted, also by keys whose adapter begins inside or behind a
+    """R02, N22, N23: whatever was inserted, also by keys whose adapter begins inside or after a
     page, a match is the longest prefix that a dictionary holds."""
 
     def some() -> tuple[PrefixKey, list[int], bool]:

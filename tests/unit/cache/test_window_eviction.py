@@ -94,7 +94,7 @@ def test_p07_a_talk_whose_window_moved_on_goes_on_from_its_newest_end() -> None:
 
 
 def test_p07_a_prompt_that_parts_a_little_before_the_end_finds_the_boundary_before() -> None:
-    """P07: whoever asks again may replace the last tokens of what was said."""
+    """P07: the next request of a conversation may replace the last tokens of what was said."""
     talks = Talks(TAIL + 1 + 8)
     talk = talks.fresh(80)
     talks.ask(talk[:70], talk[70:])
@@ -104,7 +104,7 @@ def test_p07_a_prompt_that_parts_a_little_before_the_end_finds_the_boundary_befo
 
 
 def test_p07_where_prompts_have_parted_they_will_again() -> None:
-    """P07: a head that two requests had in common stays, whatever comes once behind it."""
+    """P07: a head that two requests had in common stays, whatever follows it once."""
     talks = Talks(30)
     head = talks.fresh(40)
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_p07_where_prompts_have_parted_they_will_again() -> None:
 
 
 def test_p07_a_prompt_that_parts_where_none_has_finds_it_while_there_is_room() -> None:
-    """P07: nothing is given away that nobody needs."""
+    """P07: nothing is evicted while there is room."""
     talks = Talks(100)
     talk = talks.fresh(80)
     talks.ask(talk, [])

@@ -43,7 +43,7 @@ def bare(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class FakeServer:
-    """One model, behind httpx' own transport."""
+    """One model, served through httpx' own transport."""
 
     def __init__(self, answer: Answering, pages: dict[str, Any]) -> None:
         self._answer, self._pages = answer, pages

@@ -182,7 +182,7 @@ def test_a_rank_that_cannot_load_says_why(model: str, reason: str) -> None:
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """And take the folder along in which they met: nobody else is left to."""
+    """They also remove the folder in which they met: no other process is left to do it."""
     code = """
 import os
 from tests.unit.distributed.test_ranks import Ranked

@@ -309,7 +309,7 @@ def test_an_unload_while_reading_comes_after_those_that_waited(make: Any) -> Non
 
 
 def test_w06_a_name_loaded_again_while_the_old_one_drains(make: Any) -> None:
-    """W06, N20: old requests keep the old weights, new ones have the new, nobody mixes."""
+    """W06, N20: old requests keep the old weights, new ones have the new, and none mixes them."""
     directory = make("a")
     old = directory.submit(1, "a")
     while not directory.outputs.get(1):

@@ -217,7 +217,7 @@ def test_settings_that_cannot_work_are_refused_at_start_with_the_flag(
 
 
 def test_all_the_bytes_that_are_given_to_pages_are_used(model: str) -> None:
-    """However few rows run: what nobody runs with is the prefix cache."""
+    """However few rows run: the pages that they do not need are the prefix cache."""
     page_bytes = 2 * 2 * 16 * 2 * 8 * 4  # two layers, keys and values, 2 heads of 8 in float32
     given = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1000 * page_bytes + 1}
     engine = build(model, max_num_seqs=1, **given)

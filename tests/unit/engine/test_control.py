@@ -26,7 +26,8 @@ def anyio_backend() -> str:
 
 
 async def test_g06_pause_sleep_and_wake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """G06: who comes in a pause waits; sleep ends the process, and waking brings it back whole."""
+    """G06: requests that arrive in a pause wait; sleep ends the process, and waking brings it back
+    whole."""
     tiny = TinyAdapters(tmp_path)
     slow = tiny.slow
     env = slow_steps(tiny.model.parent, while_there=slow)
@@ -77,7 +78,7 @@ async def _waits_behind_a_pause_that_kept_requests(client: ProcessClient, slow: 
 
 
 async def _is_resumed_while_a_pause_waits(client: ProcessClient, slow: Path) -> None:
-    """The pause does not come after all, unknown to everybody."""
+    """The pause is cancelled by a caller that does not know of it."""
     running = await _running(client, slow)
     pausing = asyncio.create_task(client.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
@@ -98,7 +99,7 @@ async def _is_resumed_while_a_pause_waits(client: ProcessClient, slow: Path) -> 
 async def _asleep_with_a_load_under_way(
     client: ProcessClient, path: str
 ) -> asyncio.Task[LoraReply]:
-    """The last message before the engine is told to end: it would be answered by nobody."""
+    """The last message before the engine is told to end: no process would answer it."""
     loads: list[asyncio.Task[LoraReply]] = []
     real = client.pause
 

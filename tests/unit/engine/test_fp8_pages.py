@@ -43,7 +43,7 @@ def load(folder: Path, kept: str, **more: object) -> Decoder:
 
 
 def logits(model: Decoder) -> torch.Tensor:
-    """Of a prompt in two chunks and of a token behind it."""
+    """Of a prompt in two chunks and of a token after it."""
     paged = PagedModel(model)
     parts = [paged.step({"a": PROMPT[begin:end]}) for begin, end in ((0, 11), (11, 19), (19, 20))]
     return torch.cat([part["a"] for part in parts])

@@ -1,4 +1,4 @@
-"""Requests that wait for a grammar, and nobody with them (G01)."""
+"""Requests that wait for a grammar, and delay no other request (G01)."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
 def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
     llm: LLM, tmp_path: Path, gate: threading.Event
 ) -> None:
-    """N13: an unload that comes behind a request takes nothing from it, whatever it waits for."""
+    """N13: an unload that arrives after a request takes nothing from it, whatever it waits for."""
     loop: Any = llm._loop
     load(loop, 1, "a", tmp_path)
     for made in (submit(1, "abc", "a"), submit(2, "gone", "a")):

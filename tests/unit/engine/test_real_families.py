@@ -39,7 +39,7 @@ def start(world: RealWorld, **settings: Any) -> RealEngine:
 
 
 def take_out(engine: RealEngine, prompt: list[int], plane: Plane, page: int) -> None:
-    """A single unit, as an eviction would; where only ends go, all behind it before."""
+    """Evict a single unit; where only ends are evicted, first all units after it."""
     for each in range(len(prompt) // PAGE - 1 if plane.is_ordered else page, page - 1, -1):
         path = path_of(BASE, prompt, each + 1, PAGE)
         for node in engine.cache.index.tree.nodes():
@@ -168,9 +168,8 @@ def test_p07_prompts_that_end_around_pages_and_windows_are_resumed_exactly(
 def test_h04_a_page_turns_though_none_is_free_where_the_request_gives_one_back(
     worlds: Any, mix: str, num_pages: int, chunk: int, count: int
 ) -> None:
-    """H04, P07: requests hold all that there is of a window's pages, and go on: each is credited
-    with the page that its window has left. Nobody is retracted, and each gives what it gives
-    alone."""
+    """H04, P07: requests hold all pages of a window, and continue: each is credited with the page
+    that its window has left. No request is retracted, and each gives what it gives alone."""
     settings = {"num_gpu_blocks_override": num_pages, "max_num_batched_tokens": chunk}
     engine = start(worlds(mix), names=(), **settings)
     window = engine.cache.layout.device[-1].index
@@ -197,8 +196,8 @@ def test_h04_a_page_turns_though_none_is_free_where_the_request_gives_one_back(
 
 
 def test_h08_a_state_goes_alone_and_pages_take_states_along(worlds: Any) -> None:
-    """H08: with room for few states their pages stay, and are used as far as a state is left; with
-    room for few pages no state is left behind one that is gone."""
+    """H08: with room for few states their pages stay, and are used as far as a state is left. With
+    room for few pages no state outlives its page."""
     world = worlds("convolutions")
     prompts = [text(seed, 48) for seed in range(5)]
     engine = start(world, checkpoint_memory_bytes=0, max_num_seqs=3, names=())

@@ -111,8 +111,8 @@ def test_n11_p06_names_outside_of_the_process_carry_the_namespace_on_every_page(
     world: RealWorld, tmp_path: Path
 ) -> None:
     """N11, P06: hashes, events on the wire and storage keys of base, two adapters and a tenant of
-    one: of a prompt that is shorter than a page, of one that is computed in parts, and of one that
-    goes on behind what was found. What storage keeps under a key has the numbers of that page."""
+    one. One prompt is shorter than a page, one is computed in parts, and one continues after a hit.
+    What storage keeps under a key has the numbers of that page."""
     engine = start(world, tmp_path, max_num_batched_tokens=8, num_gpu_blocks_override=120)
     owners = [(None, None), ("a", None), ("b", None), ("a", "tenant")]
     # The same tokens for all, so that nothing but the namespace tells pages apart.

@@ -1,4 +1,4 @@
-"""Who comes first, through the whole engine: real weights, slots and pages."""
+"""The order of requests, through the whole engine: real weights, slots and pages."""
 
 from __future__ import annotations
 

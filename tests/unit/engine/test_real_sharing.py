@@ -130,7 +130,7 @@ def test_p03_pages_are_published_step_by_step_and_a_failed_step_publishes_nothin
     chunks = {24, 48, 56}
     assert set(seen) == chunks | set(range(60, len(prompt) + length, PAGE))
     assert engine.check_units() > 0
-    # The second chunk of another prompt fails, behind one that has begun to decode.
+    # The second chunk of another prompt fails, after one request has begun to decode.
     other, failing = text(4, 12), text(5, 58)
     alone = engine.ask(other, max_tokens=2).tokens
     engine.plans.clear()
@@ -280,8 +280,8 @@ def test_n03_n06_an_adapters_pages_are_its_own_and_cost_what_the_bases_do(
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_n15_n18_only_pages_of_a_namespace_are_evicted_and_only_once(worlds: Any, mix: str) -> None:
-    """N15, N18: under pressure an adapter loses its pages and stays as it is. Evicting what it has
-    once more, or what nobody has, changes nothing, beside a request that runs."""
+    """N15, N18: under pressure an adapter loses its pages and stays as it is. Evicting its pages
+    once more, or pages that do not exist, changes nothing, beside a request that runs."""
     engine = start(worlds(mix), names=("a",), num_gpu_blocks_override=NEED + 4)
     first = engine.ask(PROMPT, "a")
     assert engine.found(PROMPT, "a") == 40

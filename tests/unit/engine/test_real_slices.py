@@ -1,5 +1,5 @@
-"""What it costs the others that nobody starves (L06), through the whole engine: real weights, read
-from their folders into slots, and real tokens. Steps are counted, never seconds."""
+"""What it costs the others that no adapter starves (L06), through the whole engine: real weights,
+read from their folders into slots, and real tokens. Steps are counted, never seconds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Steady:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Who asks, step by step; the same whatever comes of it."""
+    """The adapters that are asked, step by step; the same whatever the engine does."""
 
     name: str
     max_loras: int
@@ -83,7 +83,7 @@ class Traffic:
 
     def asked(self) -> Iterator[tuple[int, str, int]]:
         """Step, adapter and length of its answer. As much as all rows can serve, and twice their
-        number beside, so that somebody always waits."""
+        number beside, so that some request always waits."""
         rng = random.Random(self.name)
         number = num_tokens = 0
         for step in range(self.num_steps):

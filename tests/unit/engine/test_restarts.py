@@ -186,7 +186,7 @@ def test_s06_what_is_cut_short_by_closing_is_told_why(
 
 
 class FaultyWatch:
-    """Fails at the first step that it is told of, as a bug of whoever reads messages would."""
+    """Fails at the first step that it is told of, as a bug in a reader of messages would."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -206,8 +206,8 @@ class FaultyWatch:
 def test_r07_an_engine_whose_messages_cannot_be_taken_is_started_again(
     tiny: TinyAdapters, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """R07: nobody waits for ever because nobody reads; the reason is told, and the next one
-    serves."""
+    """R07: no request waits for ever because the reader has died; callers get the reason, and the
+    next engine serves."""
 
     async def body() -> None:
         async with started(settings_of(tiny), max_restarts=1) as client:

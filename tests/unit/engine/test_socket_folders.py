@@ -1,4 +1,4 @@
-"""A server that is killed leaves no folder of its sockets behind."""
+"""A server that is killed leaves no folder of its sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled grammars: made once, bounded, and always there for who holds one (G01)."""
+"""Compiled grammars: made once, bounded, and never evicted while a request holds one (G01)."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ PROMPT = [5, 6, 7]
 
 
 def expected(so_far: bytes) -> set[int]:
-    """Tokens whose bytes continue one of the choices, and the end behind a whole one."""
+    """Tokens whose bytes continue one of the choices, and the end after a whole one."""
     texts = [choice.encode() for choice in CHOICES]
     found = {
         token

@@ -1,4 +1,4 @@
-"""Objects without properties that nobody named, and schemas that must stay as they are (G01)."""
+"""Objects without unnamed properties, and schemas that must stay as they are (G01)."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_who_has_no_token_left_fails_alone_and_is_told_why() -> None:
 
 
 def test_bits_behind_the_vocabulary_are_no_tokens() -> None:
-    """300 tokens take ten words, whose last bits are nobody's."""
+    """300 tokens take ten words, whose last bits stand for no token."""
     rows = begun(TokenRules(VOCAB, None, [(token,) for token in range(VOCAB)]))
     _, failures = rows.masks({0: np.array(PROMPT, np.int32)})
     assert set(failures) == {0}
@@ -93,7 +93,7 @@ def test_bits_behind_the_vocabulary_are_no_tokens() -> None:
 
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_g03_reasoning_ends_behind_its_budget(is_begun: bool) -> None:
-    """G03: the end is forced behind so many tokens of it, in every block of reasoning, and nowhere
+    """G03: the end is forced after so many tokens of it, in every block of reasoning, and nowhere
     else."""
     begin, end = 20, 21
     rows = begun(TokenRules(VOCAB, None, [], ThinkingBudget(3, begin, end, is_begun=is_begun)))

@@ -39,7 +39,7 @@ def make_rows(
     """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has.
 
     All sequences begin with the same `num_shared` pages. Pages that no query of a sequence sees are
-    not its own any more: in their place is page `num_pages - 1`, which is nobody's.
+    no longer its own: their table entries name page `num_pages - 1`, which no sequence holds.
     """
     counts = [-(-context // page_size) for _, context in sequences]
     num_pages = sum(counts) + 3

@@ -1,7 +1,7 @@
-"""Memory that nobody has written is not zero: kernels' tests see NaN and the largest number in it.
+"""Unwritten memory is not zero: kernels' tests see NaN and the largest number in it.
 
-What a process gets from the system is zeros, and what it gave back a moment ago is often the right
-result, so that a kernel which leaves something out, or reads what nobody wrote, passes by chance.
+The system gives a process zeros, and memory that was freed a moment ago often holds the right
+result. A kernel that leaves something out, or reads unwritten memory, would pass by chance.
 """
 
 from __future__ import annotations

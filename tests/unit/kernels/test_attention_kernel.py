@@ -33,7 +33,7 @@ def assert_equals_the_reference(
     has_sinks: bool,
     cap: float = 0.0,
 ) -> None:
-    """Over pages of random tokens; the last page is nobody's and holds NaN."""
+    """Over pages of random tokens; the last page belongs to no sequence and holds NaN."""
     arena = random_arena(num_pages, shape, dtype)
     arena.data[-1] = float("nan")
     num_tokens = len(rows.slot_mapping.pages)

@@ -154,8 +154,8 @@ def test_prefill_is_causal_over_a_paged_prefix(
     tiling: PrefillTiling | None,
     dtype: torch.dtype,
 ) -> None:
-    """Tiles that are masked and tiles that are not, before and behind a window's edge; heads of
-    one program have the same keys."""
+    """Tiles that are masked and tiles that are not, on both sides of a window's edge; heads of one
+    program have the same keys."""
     heads, kv_heads, dim = 6, 3, 16
     lens = [context for _, context in segments]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)

@@ -41,8 +41,8 @@ def matrix(n: int, k: int) -> ScaledMatrix:
 def test_q01_products_with_weights_that_come_early_equal_the_reference(
     num_rows: int, n_size: int, k_size: int, group: int | None, is_plain: bool
 ) -> None:
-    """Behind the rows lies NaN. Each product follows a kernel that writes its rows, so that weights
-    are asked for before those are there."""
+    """NaN follows the rows. Each product follows a kernel that writes its rows, so that weights are
+    asked for before the rows are there."""
     behind = torch.full((num_rows + 1, k_size), float("nan"), dtype=DTYPE, device=DEVICE)
     behind[:-1] = randn(num_rows, k_size, dtype=DTYPE)
     x, weight = behind[:-1], matrix(n_size, k_size)

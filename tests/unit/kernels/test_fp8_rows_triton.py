@@ -1,5 +1,5 @@
 """Q01: kernels that give rows in the form that a product with an FP8 weight wants: the same bits as
-if they had given plain rows, and somebody had made FP8 of those."""
+plain rows that are quantized to FP8 afterwards."""
 
 from __future__ import annotations
 

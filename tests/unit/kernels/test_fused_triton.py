@@ -194,7 +194,7 @@ def test_linear_gives_partial_sums_of_the_product_and_of_the_adapters_shrink(
 def test_a_product_of_any_inner_size_has_its_bias_once(
     slots: tuple[int, ...] | None, splits: int, k_size: int, dtype: torch.dtype
 ) -> None:
-    """Splits that are not equally long, and one that has nothing; behind the rows lies NaN."""
+    """Splits that are not equally long, and an empty one; NaN follows the rows."""
     num_rows = len(slots or SLOTS)
     rows = None if slots is None else make_rows(*slots)
     site = make_site(k_size, (32, 16), [(8, 16), (40, 8), (0, 24)], dtype)
@@ -246,7 +246,7 @@ def test_every_split_of_a_product_has_something_to_do(
 
 
 def assert_same_hidden(actual: LoraTerm, expected: LoraTerm, dtype: torch.dtype) -> None:
-    """What adapters shrink rows to; what lies behind their ranks is nobody's."""
+    """What adapters shrink rows to; values beyond their ranks are not compared."""
     for row, slot in enumerate(expected.rows.slots.tolist()):
         if slot >= 0:
             total = int(expected.site.table[slot, 1])

@@ -1,4 +1,4 @@
-"""Who attends together."""
+"""Which rows attend together."""
 
 from __future__ import annotations
 

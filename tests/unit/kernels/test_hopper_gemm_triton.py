@@ -38,8 +38,8 @@ def tiled(tiling: RingTiling) -> RingTiling | gemm.Tiling:
 def test_products_with_weights_that_come_early_equal_the_reference(
     num_rows: int, k_size: int, n_size: int, tiling: RingTiling
 ) -> None:
-    """Behind the rows lies NaN. Each product follows a kernel that writes its rows, so that weights
-    are asked for before those are there."""
+    """NaN follows the rows. Each product follows a kernel that writes its rows, so that weights are
+    asked for before the rows are there."""
     behind = torch.full((num_rows + 1, k_size), float("nan"), dtype=DTYPE, device=DEVICE)
     weight = randn(n_size, k_size, dtype=DTYPE, seed=4) * k_size**-0.5
     bias = randn(n_size, dtype=DTYPE, seed=5) if tiling is not THREE else None

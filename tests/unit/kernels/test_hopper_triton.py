@@ -28,7 +28,7 @@ if IS_HOPPER:
 
 
 def batch_of(segments: list[tuple[int, int]], table: torch.Tensor) -> PrefillSegments:
-    """With a block of nobody, as steps in graphs have them."""
+    """With a block of padding, as steps in graphs have them."""
     starts, lens = [0], [context for _, context in segments]
     for num_queries, _ in segments:
         starts.append(starts[-1] + num_queries)
@@ -47,8 +47,8 @@ def batch_of(segments: list[tuple[int, int]], table: torch.Tensor) -> PrefillSeg
 def test_long_prompts_see_what_they_should_and_nothing_else(
     segments: list[tuple[int, int]], heads: int, kv_heads: int, page: int
 ) -> None:
-    """What lies in a page behind the last token is not a number; table entries behind the last
-    page are no pages."""
+    """Slots after the last token of a page hold NaN; table entries after the last page are no
+    pages."""
     dtype = torch.bfloat16 if IS_HOPPER else torch.float32
     lens = [context for _, context in segments]
     layer_kv, table = pages_for(lens, kv_heads, triton_hopper.HEAD_DIM, dtype, page=page)

@@ -117,8 +117,8 @@ def test_f07_scores_do_not_depend_on_how_pairs_lie() -> None:
 def test_f07_rows_attend_to_exactly_the_latents_they_see(
     is_fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F07: rows of any length, of one sequence or of several, and one that only pads; what lies
-    behind a row's last token is no number and does not matter. However few are gathered at once."""
+    """F07: rows of any length, of one sequence or of several, and one that only pads. NaN follows a
+    row's last token and does not matter. However few are gathered at once."""
     rows = randn(4 * PAGE + 1, LATENT + ROPE)
     pages = pages_of(rows, 8, is_fp8=is_fp8)
     queries = randn(5, HEADS, LATENT + ROPE, seed=1)

@@ -1,4 +1,4 @@
-"""What `conftest.py` promises of memory that nobody has written holds in these tests."""
+"""What `conftest.py` promises of unwritten memory holds in these tests."""
 
 from __future__ import annotations
 

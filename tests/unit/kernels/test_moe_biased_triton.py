@@ -95,7 +95,7 @@ def test_every_activation_of_experts_equals_the_reference(
 
 
 def test_rows_behind_a_matrix_are_not_read() -> None:
-    """What lies behind a row's end is the next row, or nobody's: here NaN."""
+    """The next row, or NaN after the last one, follows a row's end."""
     x = torch.full((3, HIDDEN), float("nan"), device=DEVICE)
     x[:2] = randn(2, HIDDEN)
     routing = routed(2)

@@ -82,8 +82,8 @@ def test_routing_with_adapters_equals_the_reference_w17(
     most: int, slots: tuple[int, ...], num_splits: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """W17: each row's own adapter, of any rank, none (slot 1) and the base (-1) among them; what
-    lies behind an adapter's rank is not read."""
+    """W17: each row's own adapter, of any rank, none (slot 1) and the base (-1) among them; values
+    beyond an adapter's rank are not read."""
     monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
     experts, hidden, top_k = 24, 32, 4
     site = make_site(hidden, (experts,), [[8], [0], [40], [16]], dtype)

@@ -67,7 +67,7 @@ def test_qk_rope_kv_write_gives_q_and_fills_exactly_the_places(
     )
     assert q.dtype == dtype
     assert_close("rotary", q, expected, dtype)
-    # What lies behind the newest token of a page that is new is cleared here, and not there.
+    # Slots after the newest token of a new page are cleared here, and not there.
     assert slot_mapping.new_pages is not None
     is_new = torch.zeros(num_pages, dtype=torch.bool)
     is_new[slot_mapping.new_pages] = True

@@ -1,4 +1,4 @@
-"""Who divides a normed row: the norm itself, or the one product that reads the row."""
+"""Where a normed row is divided: in the norm itself, or in the one product that reads the row."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_w12_a_config_that_does_not_say_its_kind_says_how_to(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("part", [torch.empty(0), torch.empty(4 * 32)])
 def test_w12_a_part_that_one_process_had_is_called_so(tmp_path: Path, part: Tensor) -> None:
-    """W12: DeepSpeed and FSDP leave such tensors where nobody gathered them."""
+    """W12: DeepSpeed and FSDP leave such tensors in a checkpoint that was not gathered."""
     write_adapter(tmp_path, DENSE)
     rewrite_weights(tmp_path, lambda tensors: tensors.update({f"{Q}.lora_A.weight": part}))
     with pytest.raises(AdapterError, match=r"one process' part .*GatheredParameters"):

@@ -30,7 +30,8 @@ def test_w04_unload_refuses_new_requests_and_lets_running_ones_finish() -> None:
 
 
 def test_w04_weights_stay_in_the_slot_until_the_last_launched_step_is_done() -> None:
-    """W04: an aborted request's step still runs; the slot is nobody else's before it is done."""
+    """W04: an aborted request's step still runs; no other adapter gets the slot before it is
+    done."""
     adapters = Adapters(max_loras=1)
     for name in "ab":
         adapters.register(name)

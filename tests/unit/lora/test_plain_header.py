@@ -73,7 +73,7 @@ def test_a_changed_header_is_read_as_the_parser_reads_it_or_left_to_it(
     if found is not None:
         num_bytes = sum(tensor.nbytes for tensor in TENSORS.values())
         wanted = as_json_says(folder, changed)
-        # Whether the file has as much data as this, only whoever has the file can say.
+        # The header alone does not say whether the file has as much data as this.
         assert found == wanted or (wanted is None and found[-1].end != num_bytes)
 
 

@@ -38,7 +38,7 @@ class Meeting:
         self.barrier.wait()
         everyone = list(self.brought)
         self.num_meetings += rank == 0
-        self.barrier.wait()  # nobody leaves the next thing before all have read this one
+        self.barrier.wait()  # no rank writes the next value before all have read this one
         return everyone
 
 

@@ -23,8 +23,8 @@ MAX_LEN = 4096
 
 class PagedModel:
     """A model with an arena for each family. Sequences take pages in shuffled order as they grow,
-    and give back those that lie behind a window; what is given back is made NaN, so that whoever
-    reads it still is seen to do so."""
+    and give back those that a window has left. Pages given back become NaN, so that a late read is
+    noticed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class PagedModel:
             for family in model.families
         ]
         for arena in self.arenas[model.num_paged :]:
-            arena.data.fill_(255)  # NaN: who has no tokens before has no state, whatever is there
+            arena.data.fill_(255)  # NaN: a row without earlier tokens must not read it
         model.attach(self.arenas, pool, max_len=MAX_LEN)
         order = np.random.default_rng(0).permutation(num_pages).tolist()
         self._free = [list(order) for _ in self.arenas]

@@ -26,7 +26,7 @@ PUBLISHED = {SPARSE: 4, HEAVY: 128}
 def test_f10_groups_cut_at_random_give_transformers_logits(
     rates: dict[str, int], tmp_path: Path
 ) -> None:
-    """F10: chunks of all lengths and decodes share steps; pages behind windows are gone."""
+    """F10: chunks of all lengths and decodes share steps; pages that windows have left are gone."""
     theirs, ours = save_tiny(tmp_path, "deepseek-v4", compress_rates=rates), load_tiny(tmp_path)
     tokens = prompts({"a": 70, "b": 11, "c": 33})
     wanted = {name: expected(theirs, ids) for name, ids in tokens.items()}

@@ -177,7 +177,7 @@ def test_q01_products_in_fp8_blocks_are_absorbed_as_they_are_expanded(tmp_path: 
 
 
 def test_f01_layers_that_predict_ahead_are_left_out_by_name(tmp_path: Path) -> None:
-    """F01: checkpoints of V3 and GLM Flash have them behind the last layer."""
+    """F01: checkpoints of V3 and GLM Flash have them after the last layer."""
     for kind in ("deepseek-v3", "glm4-moe-lite"):
         folder = tmp_path / kind
         theirs = save_tiny(folder, kind)

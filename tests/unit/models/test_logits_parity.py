@@ -21,7 +21,7 @@ ALL_CHUNKS = ["llama", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h"
 CHUNKS = range(1, 34)
 """Below, at and above windows, pages, and their multiples."""
 SOME_CHUNKS = (1, 5, 16, 33)
-"""Of models that differ from others in nothing that chunks have to do with."""
+"""For models that differ from others in nothing that concerns chunks."""
 
 
 def prompts(lengths: Mapping[str, int] = LENGTHS) -> dict[str, list[int]]:
@@ -94,7 +94,8 @@ def test_what_the_last_layer_leaves_out_is_what_nobody_reads(kind: str, tmp_path
 def test_sequences_of_many_windows_cut_at_random_give_transformers_logits(
     kind: str, page_size: int, tmp_path: Path
 ) -> None:
-    """F01, P09: chunks of all sizes and decodes share steps; pages behind windows are gone."""
+    """F01, P09: chunks of all sizes and decodes share steps; pages that windows have left are
+    gone."""
     theirs = save_tiny(tmp_path, kind, seed=page_size)
     ours = load_tiny(tmp_path)
     tokens = prompts({"a": 190, "b": 11, "c": 12, "d": 133, "e": 60})

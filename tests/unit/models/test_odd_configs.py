@@ -90,7 +90,8 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Whoever asks for more than a few GiB gets a MemoryError, which no refusal may look like."""
+    """Code that asks for more than a few GiB gets a MemoryError, which differs from every
+    refusal."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     status = Path("/proc/self/statm").read_text().split()
     now = int(status[0]) * resource.getpagesize()
@@ -195,8 +196,8 @@ def test_a_config_without_an_end_of_positions_is_served_up_to_where_they_are_exa
 def test_a_context_that_yarn_stretches_is_as_long(
     scaling: dict[str, Any] | None, longest: int, tmp_path: Path
 ) -> None:
-    """Such configs keep the length before; nobody could ask for more. What `linear` means of it,
-    makers disagree on: Gemma 3's and DeepSeek's have it in their length already."""
+    """Such configs keep the original length, and requests could use no more. Makers disagree on
+    `linear`: the length of Gemma 3's and DeepSeek's configs already includes it."""
     folder = write(tmp_path, max_position_embeddings=256, rope_scaling=scaling)
     assert describe(resolve_source(ModelSettings(model=str(folder)))).max_len == longest
 

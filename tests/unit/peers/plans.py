@@ -35,7 +35,7 @@ class Stepping(SchedulerHarness):
         return {by_row[row]: count for row, count in counts}
 
     def all(self) -> list[dict[int, int]]:
-        """Every step until nobody has anything left."""
+        """Every step until no request has anything left."""
         steps = []
         while self.scheduler.has_work:
             steps.append(self.one())
@@ -43,5 +43,5 @@ class Stepping(SchedulerHarness):
         return steps
 
     def began(self) -> list[int]:
-        """Who began, in order; who began again is there twice."""
+        """Requests in the order in which they began; one that began again is there twice."""
         return [int(a.request_id) for plan in self.plans for a in plan.arrivals]

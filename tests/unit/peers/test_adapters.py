@@ -152,7 +152,7 @@ def test_base_requests_never_wait_for_an_adapter() -> None:
 
 
 def test_an_adapter_that_is_unloaded_in_the_queue_is_still_served_to_who_waits() -> None:
-    """SGLang's registry counts who is in flight; new ones are refused at once."""
+    """SGLang's registry counts the requests in flight; new ones are refused at once."""
     engine = SchedulerHarness(max_loras=1, max_num_seqs=1, budget=64)
     known(engine, "a")
     wanted = {n: ask(engine, n, "a") for n in range(3)}

@@ -294,7 +294,7 @@ def windowed(size: int = 4, num_pages: int = 16) -> CacheHarness:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 8])
 def test_a_running_request_holds_no_more_than_its_window(size: int) -> None:
-    """vLLM: blocks behind the window are given back while the request goes on."""
+    """vLLM: blocks that the window has left are given back while the request continues."""
     hand = windowed(size, 32)
     sequence = hand.run(KEY, [1, 2, 3], max_output=30)
     held = counts(hand)[1][2]
@@ -398,7 +398,7 @@ def test_without_any_state_nothing_is_found_and_pages_are_not_computed_into_twic
 
 
 def test_with_no_state_to_spare_requests_still_run() -> None:
-    """SGLang: a full state pool must not stop anybody; there is just nothing to resume from."""
+    """SGLang: a full state pool must not stop any request; there is just nothing to resume from."""
     hand = stateful(num_states=2)
     one = hand.run(KEY, [1, 2, 3, 4, 5])
     other = hand.run(KEY, [9, 8, 7, 6, 5])
@@ -432,9 +432,10 @@ def test_a_state_that_only_the_host_has_is_no_reason_to_throw_pages_away() -> No
 
 
 def test_resuming_is_no_use_of_the_states_before() -> None:
-    """SGLang #31643, #31648: a hit made every state of its path the newest, so that whole talks
-    went instead of states that nobody would resume from (26 of these 28 turns found nothing). Four
-    talks keep their newest states in room for those, a working one and the one being saved."""
+    """SGLang #31643, #31648: a hit made every state of its path the newest. Whole conversations
+    were evicted instead of states that no request would resume from (26 of these 28 turns found
+    nothing). Four conversations keep their newest states in room for those, a working one and the
+    one being saved."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 400), Capacity(recurrent(2), 4 + 2))
     talks = [[100 * (1 + talk) + i for i in range(5)] for talk in range(4)]
     for turn in range(8):

@@ -27,8 +27,8 @@ def units(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 def test_h06_t01_a_state_is_restored_before_a_load_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H06, T01: whoever restores a checkpoint gives its unit up at once, so that a load in the same
-    plan may get it. However quick that load is, the state is the one that was saved."""
+    """H06, T01: a request that restores a checkpoint gives its unit up at once, so that a load in
+    the same plan may get it. However quick that load is, the state is the one that was saved."""
     save_tiny(tmp_path, "lfm2")
     decoder = load_tiny(tmp_path)
     arenas = arenas_for(decoder, num_pages=4, page_size=4)

@@ -22,7 +22,7 @@ def test_every_batch_has_a_size_that_wastes_less_than_half(most: int) -> None:
 def test_a_kind_that_was_not_captured_at_start_is_when_it_is_needed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first such step is launched kernel by kernel: nobody waits for a graph that may never
+    """The first such step is launched kernel by kernel: no request waits for a graph that may never
     be used again."""
     launched: list[GraphKey] = []
     captured: list[GraphKey] = []

@@ -154,7 +154,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token reaches the host before somebody waits for it."""
+    """No token reaches the host before the engine waits for it."""
     monkeypatch.setattr(InFlight, "is_done", property(lambda self: False))
 
 
@@ -400,7 +400,7 @@ def test_rows_that_share_a_prefix_read_it_together_and_get_their_own_tokens(
 def test_prompts_beside_decodes_run_in_a_graphs_shape_and_give_the_same_tokens(
     tmp_path: Path, kind: str, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded with tokens and rows that are nobody's; no step runs in its own size."""
+    """Padded with tokens and rows of no request; no step runs in its own size."""
     monkeypatch.setattr(mixed, "TOKENS", (16, 40))
     monkeypatch.setattr(mixed, "DECODES", (3,))
     monkeypatch.setattr(Graphs, "has_room_for", lambda self, num_rows: False)

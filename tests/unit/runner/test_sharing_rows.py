@@ -1,4 +1,4 @@
-"""Rows that share pages: found again when somebody arrives, and only then."""
+"""Rows that share pages: found again when a row arrives, and only then."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
     rows = inputs.rows.tolist()
     assert arrays["pages"][0].tolist() == rows + [NOWHERE] * 5
     assert arrays["pages"][1].tolist() == [row + 50 for row in rows] + [NOWHERE] * 5
-    # The row that does not sample, and padding, draw for nobody.
+    # The row that does not sample, and padding, draw into the spare row.
     assert sampling_rows(inputs, size=8, spare_row=SPARE).tolist() == [0, 2, *[SPARE] * 6]
 
 

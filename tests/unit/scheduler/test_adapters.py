@@ -121,7 +121,8 @@ def test_l03_l04_a_request_without_room_holds_back_no_other_adapter() -> None:
 
 
 def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> None:
-    """L04: every plan computes something (the harness refuses empty ones); nobody is retracted."""
+    """L04: every plan computes something (the harness refuses empty ones); no request is
+    retracted."""
     engine = SchedulerHarness(max_loras=1)
     load(engine, "a")
     load(engine, "b")
@@ -187,7 +188,7 @@ def test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants(
     policy: str, order: list[int]
 ) -> None:
     """L08: first come; by priority, and then first come; by adapter, that of the first first, and
-    first come within each. Nobody waits for weights here."""
+    first come within each. No request waits for weights here."""
     engine = SchedulerHarness(policy=policy, max_num_seqs=1, max_loras=2, depth=0)
     for number, name in enumerate("ab", 98):
         load(engine, name)

@@ -22,7 +22,7 @@ def plan_of(engine: SchedulerHarness) -> Plan:
 
 
 def next_victim(engine: SchedulerHarness) -> int:
-    """Whom a step that has placed nobody yet would retract first."""
+    """The request that a step would retract first before it has placed any row."""
     builder = PlanBuilder(StepId(99), 32, engine.scheduler._rows)
     anyone = next(iter(engine.scheduler._rows.running))
     victim = engine.scheduler._victims.for_running(anyone, builder)
@@ -31,7 +31,7 @@ def next_victim(engine: SchedulerHarness) -> int:
 
 
 def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
-    """With pages of 4, these have 1, 0 and 2 tokens behind their last published page."""
+    """With pages of 4, these have 1, 0 and 2 tokens after their last published page."""
     engine = SchedulerHarness(depth=0, page_size=4)
     for number, length in enumerate([9, 8, 10]):
         engine.loop.handle(submit(number, [number] * length, max_tokens=9))
@@ -183,8 +183,8 @@ def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:
 def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_come(
     engine: SchedulerHarness, lengths: list[tuple[int, int]]
 ) -> None:
-    """Several steps are in flight, and somebody ends just when another was retracted, so that there
-    is room for it at once."""
+    """Several steps are in flight, and a request ends just when another was retracted, so that
+    there is room for it at once."""
     requests = [submit(i, [i] * length, max_tokens=m) for i, (length, m) in enumerate(lengths)]
     for request in requests:
         engine.loop.handle(request)
@@ -196,8 +196,8 @@ def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_co
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_requests_tokens_are_always_current(depth: int) -> None:
-    """However it was last looked at, in the middle of a page too: what it was told is what it has;
-    and who is over is no longer one of the scheduler's."""
+    """However its tokens were last read, in the middle of a page too: it has the tokens that it was
+    told. The scheduler does not keep finished requests."""
     engine = SchedulerHarness(page_size=8, depth=depth)
     requests = [submit(i, [i] * (3 + i), max_tokens=14) for i in range(3)]
     for request in requests:

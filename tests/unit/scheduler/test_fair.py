@@ -18,7 +18,8 @@ MOST_STEPS = 10_000
 
 
 class Shares:
-    """An engine that notes, after every step, what each tenant was served and who waits."""
+    """An engine that notes, after every step, what each tenant was served and which tenants
+    wait."""
 
     def __init__(self, **settings: int) -> None:
         self.engine = SchedulerHarness(
@@ -91,8 +92,8 @@ class Shares:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_l08_who_ran_alone_for_long_takes_turns_with_200_newcomers(seed: int) -> None:
-    """L08: what one tenant had when nobody else wanted anything is no debt of it, whether it
-    paused in between or not, and whether it still runs when the others come."""
+    """L08: what one tenant had while no other tenant waited is no debt of it, whether it paused in
+    between or not, and whether it still runs when the others come."""
     rng = random.Random(seed)
     shares = Shares(max_num_seqs=rng.choice([1, 4]), budget=64)
     for _ in range(rng.randint(20, 60)):
@@ -106,7 +107,7 @@ def test_l08_who_ran_alone_for_long_takes_turns_with_200_newcomers(seed: int) ->
             shares.step()
     tenants = ["old", *(f"new{number}" for number in range(200))]
     rng.shuffle(tenants)
-    # The newcomers have twice as much to ask, so that being last is far behind having had turns.
+    # The newcomers ask for twice as much, so that being last is far later than having had turns.
     more = [shares.ask(f"new{number}", 4, 2) for number in range(200) for _ in range(3)]
     asked = {(tenant, turn): shares.ask(tenant, 4, 2) for turn in range(3) for tenant in tenants}
     shares.run()

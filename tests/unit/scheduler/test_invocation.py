@@ -52,7 +52,7 @@ def ask(engine: SchedulerHarness, digest: AdapterDigest, number: int, prompt: li
 
 def test_n23_one_page_two_beginnings() -> None:
     """N23: a whole invocation in a page, and another that straddles its end or does not: what
-    computed the page depends on the token behind it."""
+    computed the page depends on the token after it."""
     page = [7, 8, 30, 7]
     straddling, whole = [*page, 8, 40, 41, 42, 43], [*page, 9, 40, 41, 42, 43]
     for first, second in ((straddling, whole), (whole, straddling)):
@@ -63,8 +63,8 @@ def test_n23_one_page_two_beginnings() -> None:
 
 
 def test_n23_at_a_pages_boundary_the_page_before_is_bases() -> None:
-    """N23, N22: and the page behind the boundary is the adapter's alone, as with one that begins
-    at the first token of a sequence."""
+    """N23, N22: and the page after the boundary is the adapter's alone, as with one that begins at
+    the first token of a sequence."""
     engine, digest = with_alora()
     prompt = [1, 2, 3, 4, 7, 8, 5, 6, 9]
     assert ask(engine, digest, 1, prompt) == 0

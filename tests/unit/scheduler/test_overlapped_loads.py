@@ -1,5 +1,5 @@
-"""Requests that begin while their pages still come from the host: who may, and that all is as if
-they had waited."""
+"""Requests that begin while their pages still come from the host: which may, and that the results
+are as if they had waited."""
 
 from __future__ import annotations
 

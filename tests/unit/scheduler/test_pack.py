@@ -109,7 +109,8 @@ def on_device(policy: str, num_adapters: int, rows: int, num_pages: int = 64) ->
 
 
 def test_l08_who_comes_while_its_adapter_has_its_turn_is_of_its_next_group() -> None:
-    """L08: endless requests of one adapter keep nobody waiting for longer than a group takes."""
+    """L08: with endless requests of one adapter, no other request waits for longer than a group
+    takes."""
     engine = on_device("pack", 2, 1)
     for number, name in enumerate("0101"):
         engine.loop.handle(submit(number, [number], max_tokens=1, adapter=name))
@@ -150,8 +151,8 @@ def figures(case: SlicesCase) -> dict[str, float]:
 
 
 def test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device() -> None:
-    """L08: as many rows run, of half as many adapters; no stream pauses for it, and nobody waits
-    for twice as long."""
+    """L08: as many rows run, of half as many adapters; no stream pauses for it, and no request
+    waits for twice as long."""
     [by_arrival, packed] = [figures(case) for case in CASES if case.name.startswith("on-device")]
     assert by_arrival["adapters_per_step"] > 7.5
     assert packed["adapters_per_step"] < 0.6 * by_arrival["adapters_per_step"]
@@ -161,7 +162,8 @@ def test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device() -> None:
 
 
 def test_l08_packing_leaves_a_rare_adapter_its_turn_where_all_are_on_the_device() -> None:
-    """L08, L06: places are free, rows are not, and answers are longer than anybody's patience."""
+    """L08, L06: places are free, rows are not, and answers are longer than any adapter's
+    patience."""
     engine = on_device("pack", 4, 4, num_pages=2048)
     for number in range(12):
         name = str(number % 2)

@@ -1,4 +1,5 @@
-"""Importance: who gives way when rows or pages are short, with the priority policy (L08)."""
+"""Priority: which request gives way when rows or pages are short, with the priority policy
+(L08)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def running(engine: SchedulerHarness) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_l08_under_memory_pressure_the_important_request_stays(seed: int) -> None:
-    """L08: everybody grows beyond the memory, one is important: it is never retracted, those
+    """L08: all requests grow beyond the memory, and one is important. It is never retracted, those
     that are less important are, and all give what each gives alone."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])

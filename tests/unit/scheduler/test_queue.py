@@ -1,4 +1,4 @@
-"""The order in which waiting requests are taken, whoever comes back or goes in between."""
+"""The order in which waiting requests are taken, whichever requests return or leave in between."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def order(queue: WaitingQueue) -> list[int]:
 
 
 def test_who_comes_back_stands_where_he_stood() -> None:
-    """Those who were given up or retracted are before all that arrived after them."""
+    """Requests that were given up or retracted come before all that arrived after them."""
     waiting = requests(0, 0, 0, 0, 0)
     queue = queue_of(waiting)
     taken = [take(queue) for _ in range(3)]
@@ -66,7 +66,7 @@ def test_priority_comes_before_arrival() -> None:
 
 
 def test_who_is_gone_is_never_next() -> None:
-    """At the head, in the middle, and among those who came back."""
+    """At the head, in the middle, and among those that came back."""
     waiting = requests(0, 0, 0, 0, 0, 0)
     queue = queue_of(waiting)
     for _ in range(3):

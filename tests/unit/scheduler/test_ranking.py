@@ -1,4 +1,4 @@
-"""Things come in the order of their ranks, whatever happened to those since somebody last asked."""
+"""Things come in the order of their ranks, however these have changed since the last look."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_first_few_are_those_with_the_lowest_ranks_now(seed: int) -> None:
         if what <= 1 or not things:
             things.append(Thing((rng.randrange(50), number)))
             ranking.note(things[-1])
-        elif what == 2:  # grows, and nobody says so
+        elif what == 2:  # grows, without a notice
             thing = rng.choice(things)
             thing.rank = (thing.rank[0] + rng.randrange(20), number)
         elif what == 3:

@@ -39,7 +39,7 @@ def cached(engine: SchedulerHarness, number: int, prompt: list[int], namespace: 
 
 
 def push_out(engine: SchedulerHarness) -> None:
-    """Evict from the device all that nobody holds."""
+    """Evict from the device all units without a holder."""
     for plane in engine.cache.layout.device:
         pool = engine.cache.index.pools[plane.index]
         engine.cache.evictors[plane.index].evict(pool.num_cached)
@@ -243,8 +243,9 @@ def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
 def test_t11_an_idle_engine_finishes_copies_and_gives_both_ends_back(
     write_back: WriteBack, delay: int
 ) -> None:
-    """T11: nobody comes any more; what the last requests left to be copied is still sent, heard of
-    and let go, from the device to the host and on to storage, and then there is no work."""
+    """T11: no request arrives any more. What the last requests left to be copied is still sent,
+    acknowledged and released, from the device to the host and on to storage. Then there is no
+    work."""
     asked: dict[int, int] = {}
 
     def late(copies: list[Copy]) -> list[tuple[Copy, bool]]:
@@ -357,8 +358,8 @@ def test_t09_whoever_began_a_load_may_go_and_it_may_fail_for_all() -> None:
 
 
 def test_t09_storage_is_asked_once_for_a_prefix_that_several_want() -> None:
-    """T09: also by one that wants more, which goes on to the rest when the answer is there, and by
-    one that comes later; what was found is everybody's."""
+    """T09: also by one that wants more, which continues to the rest when the answer is there, and
+    by one that comes later; all of them share what was found."""
     counted = Counted(uses_storage=True)
     prompts = [PROMPT, PROMPT, [*PROMPT, *range(60, 69)], [*PROMPT[:9], 40]]
     requests = [submit(10 + number, prompt) for number, prompt in enumerate(prompts)]
@@ -373,7 +374,7 @@ def test_t09_storage_is_asked_once_for_a_prefix_that_several_want() -> None:
 
 
 def test_t09_what_storage_does_not_have_is_asked_for_once() -> None:
-    """T09: of several that want it together, nobody asks again for what was not there."""
+    """T09: of several that want it together, none asks again for what was not there."""
     counted = Counted(uses_storage=True)
     requests = [submit(10 + number, [*PROMPT, *range(20, 40)]) for number in range(3)]
     for request in requests:
@@ -455,7 +456,7 @@ def test_t04_by_default_a_request_waits_for_storage_and_blocks_no_one() -> None:
 
 
 def test_t04_with_best_effort_a_request_never_waits_for_storage() -> None:
-    """T04: what comes late is of use to whoever comes later."""
+    """T04: what comes late is of use to later requests."""
     slow = SlowStorage(Prefetch.BEST_EFFORT)
     request = submit(10, PROMPT)
     slow.engine.loop.handle(request)
@@ -570,10 +571,10 @@ def test_p03_a_request_that_waits_for_a_load_does_not_rely_on_pages_of_a_failed_
     )  # fmt: skip
     shared = [1, 2, 3, 4, 5, 6, 7, 8]
     longer = [*shared, 11, 12, 13, 14]
-    assert cached(engine, 0, [*longer, 15], BASE) == 0  # one state, behind its third page
+    assert cached(engine, 0, [*longer, 15], BASE) == 0  # one state, after its third page
     cached(engine, 1, [40, 41], BASE)
     push_out(engine)
-    # No state behind the shared pages: they are computed again, into the pages of the index.
+    # No state after the shared pages: they are computed again, into the pages of the index.
     engine.loop.handle(submit(2, [*shared, 21, 22]))
     engine.runner.fail_next = "planted"
     is_slow[0] = True
@@ -593,7 +594,7 @@ def test_p03_a_request_that_waits_for_a_load_does_not_rely_on_pages_of_a_failed_
 def test_n02_plans_for_base_do_not_depend_on_what_other_namespaces_have(
     namespace: Namespace,
 ) -> None:
-    """N02: the same requests get the same tokens, chunks and hits, whoever was served before."""
+    """N02: the same requests get the same tokens, chunks and hits, whatever was served before."""
     engine = SchedulerHarness(num_pages=128, depth=0, policies=CachePolicies(records_events=True))
     if namespace is not BASE:
         cached(engine, 90, PROMPT, namespace)

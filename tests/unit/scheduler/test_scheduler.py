@@ -212,8 +212,8 @@ def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_h04_a_prompt_longer_than_a_windows_pool_begins_beside_others(beside: bool) -> None:
-    """H04: each chunk fits, since what lies behind the window is given back on the way. It begins
-    while others run, computes chunk by chunk, and nobody is retracted."""
+    """H04: each chunk fits, since pages that the window has left are given back on the way. The
+    prompt begins while others run, computes chunk by chunk, and no request is retracted."""
     family = SlidingWindow("window", 6, 4)
     engine = SchedulerHarness(
         page_size=4, budget=12, max_model_len=256, depth=0,

@@ -102,7 +102,7 @@ def test_v03_pages_of_wrong_guesses_are_free_before_the_next_plan() -> None:
 
 
 def test_v03_guesses_do_not_take_the_last_pages() -> None:
-    """V03: rows that are sure of their tokens come first: nobody is preempted for a guess."""
+    """V03: rows that are sure of their tokens come first: no request is preempted for a guess."""
     requests = several(3, max_tokens=12)
     harness = drafting(requests, 0.0, num_tokens=8, capacities=(Capacity(FULL_ATTENTION, 15),))
     for request in requests:

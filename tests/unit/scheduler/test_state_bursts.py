@@ -86,7 +86,7 @@ def test_p12_a_prefix_longer_than_a_step_is_waited_for_and_shared() -> None:
 
 
 def test_p12_prompts_that_share_more_among_themselves_share_that_too() -> None:
-    """P12: two groups behind one system prompt, each with a text of its own."""
+    """P12: two groups share one system prompt, each with a text of its own after it."""
     engine = SchedulerHarness(capacities=FAMILIES["state"], budget=512, max_model_len=400)
     texts = [[40 + group] * 12 for group in range(2)]
     prompts = [[*SYSTEM, *texts[n % 2], *[n] * 5] for n in range(8)]

@@ -183,7 +183,7 @@ def test_t04_t09_requests_that_want_the_same_pages_share_what_is_kept() -> None:
 
 
 def test_t04_t09_a_burst_with_a_shared_head_reuses_heads_and_tails() -> None:
-    """T04, T09: who is told that the head has come stands in line for its own tail."""
+    """T04, T09: a request that learns that the head has come waits in line for its own tail."""
     head = prompt(500, 5)[:-1]
     prompts = [[*head, *prompt(n, 5)] for n in range(16)]
     burst = Burst(prompts)
@@ -222,7 +222,7 @@ def test_t04_t08_a_burst_that_is_aborted_leaves_nothing_kept(steps: int) -> None
 
 
 def test_t03_t04_a_burst_whose_storage_dies_is_computed() -> None:
-    """T03, T04: those in line hear of it, too, and wait for nobody."""
+    """T03, T04: requests in line learn of it, too, and wait no longer."""
     burst = Burst([prompt(n) for n in range(12)])
     end = burst.engine.runner._finish_copies
     assert end is not None
@@ -259,7 +259,8 @@ def test_t04_l08_what_is_kept_for_the_unimportant_is_no_matter_to_the_important(
 
 
 def test_t04_l08_one_tenants_burst_does_not_stand_before_anothers_request() -> None:
-    """T04, L08: with the fair policy who was served least is asked for first."""
+    """T04, L08: with the fair policy storage is asked first for the tenant that was served
+    least."""
     burst = Burst(
         [prompt(n) for n in range(12)], policy="fair", max_num_seqs=1, salts=("many", "few")
     )

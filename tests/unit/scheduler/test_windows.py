@@ -108,8 +108,8 @@ def test_p07_turns_of_talks_under_pressure_give_what_they_give_alone(
 def test_f04_requests_that_share_a_windows_pages_leave_them_together(
     windows: tuple[int | None, ...],
 ) -> None:
-    """F04: of a page that several hold each gives up its own hold, in one step, and it is nobody's
-    only then."""
+    """F04: several requests hold a page, and each gives up its own hold, in one step. Only then is
+    the page without a holder."""
     families = attention_families(windows, page_size=4, max_model_len=120)
     harness = SchedulerHarness(
         page_size=4, capacities=tuple(Capacity(f, 120) for f in families), max_model_len=120

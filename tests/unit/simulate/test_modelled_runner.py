@@ -113,7 +113,7 @@ def test_a_step_behind_a_failed_one_may_fail_too_and_the_next_may_not() -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_failed_step_has_taken_in_who_arrived(checked: bool) -> None:
-    """Else the step behind it would write through the table of the row's last owner."""
+    """Otherwise the step after it would write through the table of the row's last owner."""
     executor: SimulatedExecutor = UncheckedExecutor(REPLIES, transfers())
     if checked:
         executor = CheckedExecutor(REPLIES, transfers(), page_size=4)

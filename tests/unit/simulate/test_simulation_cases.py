@@ -139,7 +139,8 @@ def test_without_reuse_nothing_is_found() -> None:
 
 
 def test_an_engine_that_mixes_namespaces_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of other weights hold the same tokens: only who asked for them before tells."""
+    """Pages of other weights hold the same tokens: only the namespace that asked before tells them
+    apart."""
     lines = (line(0.0, ("p", 100), adapter="a"), line(9.0, ("p", 100), adapter="b"))
     assert summarize(run(*lines)).all.num_cached_tokens == 0
     honest = TraceSequence.to_submit

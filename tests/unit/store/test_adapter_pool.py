@@ -1,5 +1,5 @@
-"""An adapter in the pool is where the tables say, by one copy or by many, either way around; a
-slot is its owner's and shows nothing of who was there before."""
+"""An adapter in the pool is where the tables say, by one copy or by many, in either layout; a slot
+is its owner's and shows nothing of earlier owners."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_w16_a_load_is_answered_when_the_slowest_rank_has_it(ranks: Ranks, slow:
 
 @pytest.mark.parametrize("broken", [{0}, {1}, {1, 2}, {0, 1, 2}])
 def test_w16_a_load_that_fails_on_one_rank_is_on_none(ranks: Ranks, broken: set[int]) -> None:
-    """W16: failure anywhere is failure everywhere, and leaves nobody with half of it."""
+    """W16: a load that fails on one rank fails on all, and leaves no rank with half of it."""
     ranks.broken = broken
     ranks.start(load())
     error = ranks.answer().error

@@ -1,4 +1,4 @@
-"""Backends: what is put is got, within the limit, whoever else is there."""
+"""Backends: what is put is got, within the limit, whatever other processes do."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_t12_several_servers_on_one_folder_keep_one_limit(
     monkeypatch.setattr("manyroots.store.backends.files._LOCK_WAIT_S", PATIENCE_S)
     most, watcher = 0, Files(tmp_path, 20 * ROOM)
     while any(writer.poll() is None for writer in writers):
-        with watcher._locked():  # counting takes time: nobody writes meanwhile
+        with watcher._locked():  # counting takes time: no process writes meanwhile
             most = max(most, used(tmp_path))
         time.sleep(0.005)
     assert [writer.returncode for writer in writers] == [0, 0, 0]
@@ -155,7 +155,7 @@ def test_t12_a_folder_that_somebody_empties_is_written_to_again(tmp_path: Path, 
 
 
 def test_t12_a_lock_on_a_file_that_is_gone_is_nobodys(tmp_path: Path) -> None:
-    """T12: whoever waits for it takes the one that everybody else sees."""
+    """T12: a process that waits for it takes the lock file that all other processes see."""
     one, other = Files(tmp_path, None), Files(tmp_path, None)
     opened, real = [], Files._open_used
     with contextlib.ExitStack() as held:

@@ -127,7 +127,7 @@ def test_what_nobody_has_any_more_is_used_again() -> None:
         assert {made.owner_of(one) for one in taken} == {0, 1}
         view = taken[0][:8].view(torch.float32)
         del taken
-        assert made.owner_of(memory(PIECE)) != made.owner_of(view)  # a view is somebody's, too
+        assert made.owner_of(memory(PIECE)) != made.owner_of(view)  # a view is an owner, too
         del view
     assert len(made.pieces) == 2
     memory.close()

@@ -1,4 +1,4 @@
-"""Blocks behind regions of addresses, with a driver that only keeps books."""
+"""Blocks mapped to regions of addresses, with a driver that only keeps books."""
 
 from __future__ import annotations
 

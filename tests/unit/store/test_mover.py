@@ -1,4 +1,5 @@
-"""What is on its way beside the steps: begun at once, ended later, refused where nobody can."""
+"""What is on its way beside the steps: begun at once, ended later, refused where it is
+unsupported."""
 
 from __future__ import annotations
 

@@ -141,11 +141,11 @@ def test_t03_storage_that_does_not_answer_is_given_up_and_comes_too_late() -> No
     clock.return_value = 105.1
     [done] = copies.finished()
     assert "no answer in 5 s" in (done.error or "")
-    host.data[2] = 7.0  # somebody else's now
+    host.data[2] = 7.0  # the unit has another owner now
     assert not shelf.has_answered.is_set()
     shelf.is_open.set()
     assert shelf.has_answered.wait(PATIENCE_S)
-    copies.close()  # waits for who reads
+    copies.close()  # waits for the reading thread
     assert (host.data[2] == 7.0).all()
     assert copies.finished() == ()
 

@@ -44,7 +44,7 @@ class Shelf:
         self.fault: Exception | None = None
         self.is_open, self.was_asked, self.has_answered = (threading.Event() for _ in range(3))
         self.is_open.set()
-        """Cleared: nobody is answered before it is set."""
+        """Cleared: no call is answered before it is set."""
 
     def get(self, keys: Sequence[bytes], num_bytes: int) -> list[Value | None]:
         self._pass()
@@ -123,7 +123,7 @@ class RedisServer:
                  "--appendonly", "no", "--dir", str(folder), *arguments],
                 stdout=subprocess.DEVNULL,
             )  # fmt: skip
-            while self.process.poll() is None:  # else somebody was quicker to take the port
+            while self.process.poll() is None:  # otherwise another process took the port first
                 assert time.monotonic() < deadline, "redis-server did not start"
                 with contextlib.suppress(OSError):
                     socket.create_connection(("127.0.0.1", self.port), 1.0).close()
@@ -141,7 +141,7 @@ class RedisServer:
 
 
 def free_port() -> int:
-    """Which somebody else may take before it is used."""
+    """A port that another process may take before it is used."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port

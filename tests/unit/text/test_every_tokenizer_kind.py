@@ -1,7 +1,7 @@
 """What is streamed is the whole decode, for each kind of tokenizer, with special tokens in between.
 
 Each kind is built small. A SentencePiece decoder takes one space from the beginning of a text; a
-completion is no beginning, so there the whole decode is the one behind a word.
+completion is no beginning, so there the whole decode is the one after a word.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def wordpiece_as_spelled() -> Backend:
 
 
 def word_ends() -> Backend:
-    """BPE of the first GPT: a mark behind the last piece of a word."""
+    """BPE of the first GPT: a mark after the last piece of a word."""
     words = ["a</w>", "b", "c</w>", "\ufffd", "d"]
     backend = Backend(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     backend.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -104,8 +104,8 @@ KINDS: list[Callable[[], Backend]] = [
 
 def random_ids(draw: Draw, tokenizer: Tokenizer, backend: Backend) -> list[int]:
     """Any tokens, special ones and ids without a token among them. Bytes of SentencePiece come as
-    whole characters, in whose middle special tokens may be: of others its decoder drops also what
-    is good beside them, which nobody wants streamed."""
+    whole characters, in whose middle special tokens may be. Of broken characters its decoder also
+    drops the good bytes beside them, which a stream should not do."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     first_byte = vocabulary.get(BYTES[0])
     others = [i for i in range(tokenizer.vocab_size + 3) if i not in map(vocabulary.get, BYTES)]

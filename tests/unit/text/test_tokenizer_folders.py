@@ -79,7 +79,7 @@ def with_a_space_in_front() -> Backend:
 
 
 def unigram() -> Backend:
-    """As T5's, with its end behind every text."""
+    """As T5's, with its end token after every text."""
     words = ["<unk>", BOS, EOS, "▁", "▁hello", "▁world", "▁two", "▁spaces", ",", "!", "1", "stop"]
     backend = Backend(models.Unigram([(word, -float(i)) for i, word in enumerate(words)], unk_id=0))
     backend.normalizer = normalizers.NFKC()

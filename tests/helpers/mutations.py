@@ -1459,7 +1459,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/scheduler.py",
-        "            or self._adapters.has_intents\n",
+        "            or self.adapters.has_intents\n",
         "",
         "an idle engine keeps what was unloaded",
         (PROMISES + "test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back[True]",),
@@ -1901,7 +1901,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cache/families/recurrent.py",
-        "return 1  # the one state that stands exactly there",
+        "return 1  # the one state at exactly this boundary",
         "return None",
         "a hit counts as use of every state on its path",
         ("unit/peers/test_prefixes.py::test_resuming_is_no_use_of_the_states_before",),

@@ -66,11 +66,11 @@ def _serve(socket: Socket, begin: float, import_s: float) -> int:
             seconds["process and imports"] = import_s
             engine = build_engine(settings)
     except ManyrootsError as error:
-        _say_why(socket, str(error))
+        _send_reason(socket, str(error))
         return 1
     except Exception as error:
         logger.exception("the engine could not start")
-        _say_why(socket, f"{type(error).__name__}: {error}")
+        _send_reason(socket, f"{type(error).__name__}: {error}")
         return 1
     keep_for_good()
     logger.info("engine ready in %.1f s: %s", time.monotonic() - begin, in_words(seconds))
@@ -81,14 +81,14 @@ def _serve(socket: Socket, begin: float, import_s: float) -> int:
         run(socket, engine.loop, snapshots, engine.pages)
     except Exception as error:
         logger.exception("the engine died")
-        _say_why(socket, str(error))
+        _send_reason(socket, str(error))
         return 1
     finally:
         engine.loop.close()
     return 0
 
 
-def _say_why(socket: Socket, reason: str) -> None:
+def _send_reason(socket: Socket, reason: str) -> None:
     """Sends the reason and stays until CLOSE confirms it: a parent on a busy machine may see the
     process's end before its last message. If the parent is gone, this process ends, too."""
     socket.send_multipart(encode(MessageKind.FAILED, reason))

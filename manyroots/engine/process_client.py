@@ -453,7 +453,7 @@ class ProcessClient:
                 cause = "the engine could not be woken"
             if time.monotonic() - begin >= GOOD_LIFE_S:
                 num_in_a_row = 0
-            self._mourn(cause, self._child.last_lines)
+            self._handle_death(cause, self._child.last_lines)
             await self._child.close()
             while True:
                 if num_in_a_row >= self._max_restarts:
@@ -470,7 +470,7 @@ class ProcessClient:
             logger.error("the engine can't be watched any more", exc_info=error)
             self._give_up(f"the engine can't be watched any more: {type(error).__name__}: {error}")
 
-    def _mourn(self, cause: str, last_lines: list[str]) -> None:
+    def _handle_death(self, cause: str, last_lines: list[str]) -> None:
         """Log the death and its reason, and fail the requests that died with it."""
         self._set_serving(False)
         self._died_at = time.monotonic()

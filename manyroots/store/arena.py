@@ -141,17 +141,17 @@ class StateArena:
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, UntouchedMemory | None]:
-    """And on a CPU the memory, of which parts can be given back."""
+    """On a CPU also the memory, of which parts can be given back."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device), None
-    # The system hands it out page by page as it is first touched: a large arena costs nothing until
-    # it is used. torch would write every byte. Too much is said now, not at the last page.
+    # The system allocates pages on first use: a large arena costs nothing until it is used. torch
+    # would write every byte. Too large a size is refused now, not at the last page.
     memory = UntouchedMemory(math.prod(shape) * dtype.itemsize)
     return memory.data.view(dtype).view(shape), memory
 
 
 def _give_back(data: Tensor, memory: UntouchedMemory | None, units: Sequence[int]) -> None:
-    """As far as the system's pages go that lie within runs of these units."""
+    """Give back the system's pages that lie wholly within runs of these units."""
     if memory is None:
         raise RuntimeError("a plan lends units of a device that can't give their memory back")
     size = data[0].numel() * data.itemsize

@@ -1,8 +1,8 @@
-"""Copies between the host and storage: asked for by hash, checked, never waited for too long.
+"""Copies between the host and storage: addressed by hash, checked, and limited in time.
 
-Takes copies with hashes; reports for each unit whether it is there whole. What storage has and what
-is no whole value of this engine is removed there, and counts as missing. A copy without an answer
-in time is reported as failed; what comes of it later touches no unit any more.
+Takes copies with hashes; reports for each unit whether it is complete. A value in storage that is
+damaged or foreign is removed there, and counts as missing. A copy without an answer in time is
+reported as failed; a later answer changes no unit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from manyroots.store.unit_values import HEADER_BYTES, pack, unit_key, unpack
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 32 << 20
-"""About as much is asked of storage, or handed to it, at once."""
+"""Approximate size of one batch that is read from storage or written to it."""
 NUM_READERS = 4
 OTHER_NUMBERS_OF_RANKS = (1, 2, 4, 8)
 NUM_LOOKS = 64
-"""As many batches with a missing page are looked up under other numbers of ranks."""
+"""The number of batches with a missing page that are also looked up under other numbers of
+ranks."""
 CLOSE_S = 5.0
-"""How long the end of an engine may wait for what is on its way to storage."""
+"""How long a closing engine waits for copies to and from storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnitStorage:
-    """A backend, and what this rank's units are in it."""
+    """A backend, and the keys of this rank's units in it."""
 
     backend: Backend
     timeout_s: float
@@ -48,29 +49,29 @@ class UnitStorage:
         return unit_key(page_hash, family, self.rank, self.num_ranks)
 
     def keys_elsewhere(self, page_hash: bytes, family: int) -> dict[int, bytes]:
-        """Under which keys engines with another number of ranks keep the same page."""
+        """The keys of the same page in engines with another number of ranks, by that number."""
         others = (size for size in OTHER_NUMBERS_OF_RANKS if size != self.num_ranks)
         return {size: unit_key(page_hash, family, 0, size) for size in others}
 
 
 @dataclass(eq=False, slots=True)
 class _Errand:
-    """A copy under way: batches that are done in any order."""
+    """A copy in progress: its batches end in any order."""
 
     copy: Copy
     keys: list[bytes]
     deadline: float
     num_batches: int
     begun: float = 0.0
-    """When the first batch was taken up."""
+    """When the first batch started."""
     arrived: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
     error: str | None = None
     is_over: bool = False
-    """Reported: its units belong to another request now."""
+    """Reported: its units may belong to another request now."""
 
 
 _Batch = tuple[_Errand, int, int]
-"""Of an errand: from this unit to that."""
+"""An errand, its first unit, and the unit after its last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class _Removal:
 
 
 class StorageLink:
-    """Both directions. Units are read and written under the lock of their errand's end alone."""
+    """Both directions. A lock guards units and the ends of errands: an ended errand touches no
+    unit."""
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class StorageLink:
         self._under_way: dict[_Errand, None] = {}
         self._num_bad = 0
         self._num_looks = NUM_LOOKS if storage.rank == 0 else 0
-        """How often it is still worth asking whether other numbers of ranks stored a page."""
+        """The number of lookups under other numbers of ranks that are left."""
         self._readers = JobThreads[_Batch]("from-storage", self._read, num_threads=NUM_READERS)
         self._writer = JobThreads[_Batch | _Removal]("to-storage", self._write)
 
@@ -122,8 +124,8 @@ class StorageLink:
             self._end(errand, None)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove pages of all families, after whatever is being written. Waits for it, as long as
-        storage may take: the next request must not find them."""
+        """Remove pages of all families, after all queued writes. Waits at most for storage's
+        timeout, so that the next request does not find them."""
         families = range(len(self._host))
         keys = [self._storage.key(page, family) for page in hashes for family in families]
         removal = _Removal(keys, threading.Event())
@@ -131,7 +133,7 @@ class StorageLink:
         removal.is_done.wait(self._storage.timeout_s)
 
     def give_up_late_ones(self) -> None:
-        """Report as failed what has had no answer in time."""
+        """Report copies without an answer in time as failed."""
         now = self._clock()
         with self._lock:
             late = [errand for errand in self._under_way if errand.deadline < now]
@@ -177,14 +179,14 @@ class StorageLink:
             self._look_elsewhere(errand.copy.hashes[first], errand.copy.family)
 
     def _look_elsewhere(self, page_hash: bytes, family: int) -> None:
-        """Say once that pages are missing because another number of ranks stored them."""
+        """Warn once that pages are missing because another number of ranks stored them."""
         self._num_looks -= 1
         keys = self._storage.keys_elsewhere(page_hash, family)
         try:
             found = self._backend.exists(list(keys.values()))
         except Exception as error:
             logger.debug("other numbers of ranks could not be asked for: %s", error)
-            return  # what was asked for has been answered
+            return  # only the warning is lost: the copy itself has ended
         sizes = [size for size, is_there in zip(keys, found, strict=True) if is_there]
         if sizes:
             self._num_looks = 0
@@ -195,7 +197,7 @@ class StorageLink:
             )  # fmt: skip
 
     def _remove(self, keys: list[bytes]) -> None:
-        """What is not whole would be found again and again."""
+        """Remove damaged values, which would be found again and again."""
         with self._lock:
             is_first, self._num_bad = self._num_bad == 0, self._num_bad + len(keys)
         if is_first:
@@ -213,7 +215,7 @@ class StorageLink:
 
     @property
     def num_bad(self) -> int:
-        """Values so far that were damaged, cut short or foreign."""
+        """The number of values so far that were damaged, cut short or foreign."""
         return self._num_bad
 
     def _write(self, jobs: list[_Batch | _Removal]) -> None:
@@ -241,7 +243,7 @@ class StorageLink:
         with self._lock:
             if errand.is_over:
                 return
-            # Copied now: what follows may take longer than the units stay what they are.
+            # Copied now: storing them may outlast this errand's hold on the units.
             units = [rows[int(errand.copy.source_units[first + at])].tobytes() for at in wanted]
         values = [(keys[at], pack(keys[at], unit)) for at, unit in zip(wanted, units, strict=True)]
         kept = np.array(is_there, np.bool_)

@@ -1,7 +1,7 @@
 """Units between tiers, beside the steps: device and host, host and storage.
 
-Takes copies as plans ask for them; gives their ends, in any order. Several ends may be told at
-once, each copy's exactly once. With several ranks, `copy_ends.py` joins the ends of all of them.
+Takes the copies of plans; gives their ends, in any order. Several ends may be reported at once,
+each exactly once. With several ranks, `copy_ends.py` joins the ends of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from manyroots.store.storage_link import StorageLink, UnitStorage
 
 
 class TierCopies:
-    """Everything that is on its way between tiers."""
+    """All copies in progress between tiers."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class TierCopies:
         groups: LayerGroups | None = None,
         ends: CopyEnds | None = None,
     ) -> None:
-        """By family. `storage`: None without a storage tier. `groups`: None where no step may read
-        what is on its way. `ends`: None where there is one rank."""
+        """Arenas by family. `storage`: None without a storage tier. `groups`: None if no step may
+        read copies that are still arriving. `ends`: None with one rank."""
         self.host = host
         self._ends = CollectedEnds() if ends is None else ends
         self._link = HostLink(device, host, self._ends.report, groups)
@@ -40,7 +40,7 @@ class TierCopies:
             self._storage = StorageLink(rows, storage, self._ends.report)
 
     def start(self, copy: Copy) -> None:
-        """Begin a copy between tiers; returns at once."""
+        """Start a copy between tiers; returns at once."""
         self._ends.expect(1)
         if Tier.STORAGE not in (copy.source, copy.target):
             self._link.start(copy)
@@ -50,27 +50,27 @@ class TierCopies:
             raise RuntimeError(f"copy {copy.copy_id} names storage, and this engine has none")
 
     def start_overlapped(self, copies: Sequence[Copy]) -> LayerArrivals:
-        """Begin copies from the host that a step reads as they arrive; returns at once."""
+        """Start copies from the host that a step reads as they arrive; returns at once."""
         self._ends.expect(len(copies))
         return self._link.start_overlapped(copies)
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
-        """Take pages out of storage, of all families; nothing to do without one."""
+        """Remove pages of all families from storage, if there is any."""
         if self._storage is not None and hashes:
             self._storage.forget(hashes)
 
     def finished(self) -> tuple[CopyDone, ...]:
-        """The ends that were not taken yet."""
+        """Ends that were not taken yet."""
         if self._storage is not None:
             self._storage.give_up_late_ones()
         return self._ends.take()
 
     def wait(self, timeout_s: float) -> None:
-        """Until there is an end to take, or nothing to wait for, or the time is over."""
+        """Wait until there is an end, nothing is in progress, or the timeout."""
         self._ends.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish what is under way; storage has a limited time for it."""
+        """Finish the copies in progress; storage has a limited time for it."""
         self._link.close()
         if self._storage is not None:
             self._storage.close()

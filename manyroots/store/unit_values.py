@@ -1,9 +1,9 @@
-"""How a unit looks in storage: keys that nothing else has, values that say whether they are whole.
+"""The format of a unit in storage: unique keys, and values that show whether they are complete.
 
 A key is a digest of everything that a unit's bytes depend on: the page's hash, which stands for
 model, layout, adapter, salt and all tokens up to it, then the family and the rank. A value is a
-header (version, key, length, checksum) and the bytes. Whatever was changed, cut short, or belongs
-to another key or version, is no value.
+header (version, key, length, checksum) and the bytes. A value that was changed or cut short, or
+that belongs to another key or version, is invalid.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def unit_key(page_hash: bytes, family: int, rank: int, num_ranks: int) -> bytes:
 
 
 def pack(key: bytes, unit: bytes) -> bytes:
-    """The value to keep for a unit."""
+    """The value to store for a unit."""
     return _HEADER.pack(_MAGIC, key, len(unit), _checksum(key, unit)) + unit
 
 
 def unpack(key: bytes, value: bytes | memoryview, num_bytes: int) -> memoryview | None:
-    """The unit's bytes, or None if this is not, or not whole, what was kept for this key."""
+    """The unit's bytes, or None if the value is incomplete or was not stored under this key."""
     if len(value) != HEADER_BYTES + num_bytes:
         return None
     magic, named, length, checksum = _HEADER.unpack_from(value)

@@ -1,8 +1,8 @@
-"""Memory of a CPU that costs nothing before it is used, and can be given back.
+"""CPU memory that costs nothing before it is used, and can be given back.
 
-Takes a number of bytes; gives them as a flat tensor of zeros. The system hands them out page by
-page as they are first touched, so that room for many adapters of a high rank, which may never come,
-takes nothing. What is given back is zeros again.
+Takes a number of bytes; gives them as a flat tensor of zeros. The system allocates pages on first
+use, so room for many adapters of a high rank, which may never come, costs nothing. Memory that was
+given back reads as zeros again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_NORESERVE = 0x4000
-"""Linux's; Python names it from 3.13 on."""
+"""A Linux constant, which Python has from 3.13 on."""
 
 
 class UntouchedMemory:
-    """Zeros, until they are written to."""
+    """Zeros until they are written."""
 
     def __init__(self, num_bytes: int, *, is_counted: bool = True) -> None:
-        """MemoryError for more than the machine has; unless another counts what is used of it
-        (`is_counted` False), and these are addresses alone."""
+        """Raises MemoryError for more than the machine has. With `is_counted` False it reserves
+        only addresses, and other code counts what is used."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         if not is_counted:
             flags |= _MAP_NORESERVE
@@ -36,5 +36,6 @@ class UntouchedMemory:
         self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:num_bytes]
 
     def give_back(self, first: int, num_bytes: int) -> None:
-        """The bytes from `first` on, a multiple of PAGE_BYTES; they are no longer used."""
+        """Give back the bytes from `first` on, a multiple of PAGE_BYTES; they are no longer
+        used."""
         self._pages.madvise(mmap.MADV_DONTNEED, first, num_bytes)

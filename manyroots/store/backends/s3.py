@@ -2,8 +2,8 @@
 
 Needs the `obstore` package (`pip install 'manyroots[stores]'`), which finds endpoint, region and
 credentials in the environment (`AWS_ENDPOINT_URL`, ...), a profile or the machine's role. A value
-is one object; a batch is many requests at once, which end together in the time that storage has.
-The bucket's lifecycle rules decide how long objects stay.
+is one object. A batch is many concurrent requests that share one deadline. The bucket's lifecycle
+rules decide how long objects stay.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class S3:
             except FileNotFoundError:
                 return None
             if found.meta["size"] > num_bytes:
-                return b""  # not whole, so not worth its bytes
+                return b""  # incomplete, so its bytes are not read
             return bytes(await found.bytes_async())
 
         return self._all(read, keys, None)
@@ -124,7 +124,7 @@ class S3:
         self._all(drop, keys, None)
 
     def keep(self, keys: Sequence[bytes], for_s: float) -> None:
-        """A bucket evicts nothing by itself: its rules alone decide."""
+        """A bucket evicts nothing by itself: only its lifecycle rules do."""
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -158,7 +158,7 @@ class S3:
 
 
 def _short(error: BaseException) -> str:
-    """What went wrong, without the object's path: keys have no place in a log."""
+    """The error without the object's path: keys must not be logged."""
     text = str(error).split("\n", 1)[0]
     text = re.sub(r"^Object at location \S+ not found: ", "", text)
     return re.sub(r"(https?://[^/\s]+)\S*", r"\1", text)[:300]

@@ -1,8 +1,8 @@
-"""Fetched adapters on disk: by address and state, checked by their hashes, within a size.
+"""Disk cache of fetched adapters: keyed by address and state, checked by hash, limited in size.
 
 A folder is `ADDRESS/STATE/` with the adapter's two files and a manifest of their hashes; both names
-are hashes. Folders appear whole (by a rename) and go least recently used first. Several processes
-may share a cache.
+are hashes. A rename makes a complete folder visible. The least recently used folders are evicted
+first. Several processes may share a cache.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class DiskCache:
         """Guarded by the lock."""
 
     def holds(self, folder: Path) -> bool:
-        """Whether a path is one of this cache's, there or not."""
+        """Whether a path belongs to this cache, whether or not it exists."""
         return folder.parent.parent == self.folder
 
     def find(self, address: str, state: str) -> Path | None:
-        """A whole, unchanged copy; a damaged one is thrown away."""
+        """A complete, unchanged copy, or None; a damaged copy is removed."""
         folder = self._place(address, state)
         if not folder.is_dir():
             return None
@@ -60,7 +60,8 @@ class DiskCache:
             return None
 
     def add(self, address: str, state: str, fill: Callable[[Path], None]) -> Path:
-        """A new folder with what `fill` writes into it; in sight only when it is complete."""
+        """Add a folder with what `fill` writes into it; it becomes visible only when it is
+        complete."""
         place = self._place(address, state)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +75,7 @@ class DiskCache:
                 (made / MANIFEST).write_text(json.dumps({"sha256": hashes}))
                 (place.parent / SOURCE).write_text(json.dumps({"address": address}))
                 self.discard(place)
-                with contextlib.suppress(OSError):  # another process may have been quicker
+                with contextlib.suppress(OSError):  # another process may have added it first
                     made.rename(place)
         except OSError as error:
             raise AdapterError(
@@ -84,7 +85,7 @@ class DiskCache:
         return place
 
     def discard(self, folder: Path) -> None:
-        """Take a folder out, first from sight."""
+        """Remove a folder. A rename hides it before its files are deleted."""
         with contextlib.suppress(FileNotFoundError):
             gone = Path(tempfile.mkdtemp(dir=self.folder, prefix=".gone-"))
             with contextlib.suppress(FileNotFoundError):
@@ -93,7 +94,7 @@ class DiskCache:
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
-        """Meanwhile it is not evicted by this process."""
+        """This process does not evict the folder meanwhile."""
         with self._lock:
             self._in_use[folder] += 1
         try:
@@ -129,7 +130,7 @@ class DiskCache:
         with self._lock:
             found = []
             for folder in self._folders():
-                with contextlib.suppress(OSError):  # another process may have taken it out
+                with contextlib.suppress(OSError):  # another process may have removed it
                     total = sum((folder / file).stat().st_size for file in FILES)
                     found.append((folder.stat().st_mtime_ns, str(folder), total))
             left = self._max_bytes - size - sum(total for _, _, total in found)

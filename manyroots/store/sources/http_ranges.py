@@ -1,8 +1,8 @@
 """One remote file read over HTTP in ranges: its size and validator first, then its bytes.
 
-Takes a URL, and whether a redirect may be followed; gives bytes that all came from one state of
-the file. A file that is shorter than announced, that changes between two ranges, or that is larger
-than the limit is refused. Errors of the server are tried again within the deadline.
+Takes a URL, and whether a redirect may be followed; gives bytes that all came from one state of the
+file. A file that is shorter than announced, changes between two ranges, or exceeds the limit is
+refused. Server errors are retried within the deadline.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MayFollow = Callable[[str], bool]
 
 
 class _RetryableError(Exception):
-    """The server or the way to it failed; the same request may succeed."""
+    """The server or the connection failed; the same request may succeed later."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -56,11 +56,11 @@ _OPENER = urllib.request.build_opener(_NoRedirects)
 
 @dataclass(frozen=True, slots=True)
 class RemoteState:
-    """What a server says of a file at one moment."""
+    """A file's size and validator at one moment, as the server reports them."""
 
     num_bytes: int
     validator: str
-    """Its ETag, else its time of change; empty if the server gives neither."""
+    """Its ETag, otherwise its modification time; empty if the server gives neither."""
     has_ranges: bool
 
 
@@ -76,7 +76,7 @@ class RemoteFile:
         max_bytes: int,
         deadline: float,
     ) -> None:
-        """`shown`: how messages name it, without a signature. `deadline`: monotonic seconds."""
+        """`shown`: the name in messages, without a signature. `deadline`: monotonic seconds."""
         self._shown = shown
         self._make_url = make_url
         self._may_follow = may_follow
@@ -88,7 +88,7 @@ class RemoteFile:
         return self._again(self._look)
 
     def read(self, state: RemoteState) -> bytes:
-        """The whole of a small file."""
+        """Read all of a small file."""
         target = bytearray(state.num_bytes)
 
         def put(offset: int, piece: memoryview) -> None:
@@ -98,7 +98,7 @@ class RemoteFile:
         return bytes(target)
 
     def download(self, state: RemoteState, file: int) -> None:
-        """Into an open file, several ranges at once."""
+        """Download into an open file, several ranges at once."""
 
         def put(offset: int, piece: memoryview) -> None:
             while piece:
@@ -109,7 +109,7 @@ class RemoteFile:
             end = min(start + step, state.num_bytes)
             self._again(lambda: self._range(state, start, end, put))
 
-        # Without ranges or a validator, pieces could be of different states of the file.
+        # Without ranges or a validator, parts could come from different states of the file.
         is_cut = state.has_ranges and state.validator
         step = RANGE_BYTES if is_cut else max(1, state.num_bytes)
         starts = range(0, state.num_bytes, step)
@@ -188,7 +188,7 @@ class RemoteFile:
         )
 
     def _open(self, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """An answer with a body; redirects are followed as far as they may be."""
+        """A response with a body; allowed redirects are followed."""
         url = self._make_url()
         for _ in range(MAX_REDIRECTS):
             left_s = self._check_deadline()
@@ -209,7 +209,7 @@ class RemoteFile:
         raise self._refused(f"was redirected more than {MAX_REDIRECTS} times")
 
     def _follow(self, url: str, error: urllib.error.HTTPError) -> str:
-        """Where a redirect leads; raises what any other status means."""
+        """The target of a redirect; raises the error for any other status."""
         status = error.code
         if status in (301, 302, 303, 307, 308):
             target = urljoin(url, error.headers.get("Location", ""))
@@ -234,7 +234,7 @@ class RemoteFile:
         raise self._refused(f"was answered with status {status}")
 
     def _again(self, work: Callable[[], T]) -> T:
-        """Try until it works, it is refused, or time or tries are over."""
+        """Retry until it succeeds, is refused, or the time or the number of tries is used up."""
         pause_s = FIRST_PAUSE_S
         for number in range(1, NUM_TRIES + 1):
             try:

@@ -1,6 +1,6 @@
 """Adapters from the Hugging Face hub, through its own client and cache.
 
-Takes an address `hf://owner/name`, perhaps with `@revision`; gives the folder of its two files.
+Takes an address `hf://owner/name`, optionally with `@revision`; gives the folder of its two files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from manyroots.store.sources.address import Address
 
 
 def fetch_from_hub(address: Address, *, max_bytes: int, timeout_s: float) -> Path:
-    # Imported here: other adapters need none of it, and it takes a third of a second.
+    # Imported here, because it takes a third of a second and other adapters do not need it.
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -41,7 +41,7 @@ def fetch_from_hub(address: Address, *, max_bytes: int, timeout_s: float) -> Pat
                 "Raise --lora-max-fetch-size, or serve a smaller adapter.",
                 field="lora_path",
             )
-        # The commit that was looked at: a push between the two files can't mix them.
+        # Pinned to one commit: a push between the two downloads can't mix them.
         commit = about.commit_hash or revision or None
         files = [
             Path(hf_hub_download(repo, file, revision=commit, etag_timeout=timeout_s))

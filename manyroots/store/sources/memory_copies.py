@@ -1,7 +1,8 @@
-"""Adapters that came from memory, written to disk beside everything else.
+"""Writes adapters that came from memory to disk, in the background.
 
 A revision that leaves host memory is read again from its folder. Writing takes longer than a first
-token may, so that a folder is named at once and filled meanwhile. Folders go with the process.
+token may, so the folder is named at once and filled meanwhile. The folders are removed when the
+process ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from manyroots.lora.files.memory import MemoryAdapter
 
 NUM_KEPT = 4
-"""Folders of one name that stay: requests of older revisions may have to read theirs again."""
+"""Folders kept per name: requests of older revisions may have to read theirs again."""
 
 
 class MemoryCopies:
@@ -28,12 +29,12 @@ class MemoryCopies:
         self._folder: Path | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
         self._lock = threading.Lock()
-        # All below are guarded by it.
+        # Guards everything below.
         self._writing: dict[Path, Future[None]] = {}
         self._kept: dict[str, deque[Path]] = {}
 
     def keep(self, name: str, adapter: MemoryAdapter) -> Path:
-        """The folder that will have it."""
+        """Start to write an adapter; returns its folder at once."""
         with self._lock:
             if self._folder is None:
                 self._top.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ class MemoryCopies:
         return folder
 
     def wait(self, folder: Path) -> None:
-        """Until a folder has all of its adapter, if it is one of these."""
+        """Wait until a folder has all of its adapter; returns at once for other folders."""
         with self._lock:
             written = self._writing.get(folder)
         if written is not None:

@@ -1,8 +1,8 @@
-"""URLs with a signature for objects of S3 and Google Cloud Storage, by obstore.
+"""Signed URLs for objects of S3 and Google Cloud Storage, by obstore.
 
-Takes an address and a file's name; gives a URL that reads it for a while. obstore finds the
-credentials (environment, profile, the machine's role); it reads no object itself, because its HTTP
-client follows redirects wherever they lead.
+Takes an address and a file's name; gives a URL that can be read for a limited time. obstore finds
+the credentials (environment, profile, the machine's role). It reads no object itself, because its
+HTTP client follows every redirect.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Where adapters come from: folders, the hub, object stores and HTTPS.
 
 Takes a path, an address, or a name that is looked up below the prefixes of --lora-source; gives a
-folder on this machine. Blocks while it fetches: called on threads of its own, never by a step or
-an event loop.
+folder on this machine. Blocks while it fetches: it runs on separate threads, never in a step or an
+event loop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from manyroots.store.sources.signing import SignedUrls
 GIB = 1 << 30
 MAX_CONFIG_BYTES = 1 << 20
 UNKNOWN_S = 5.0
-"""How long a name that no source had is not looked for again."""
+"""How long a name that no source has is not looked up again."""
 MAX_UNKNOWN = 10_000
 
 
@@ -45,11 +45,11 @@ class Located:
     """An adapter's folder on this machine."""
 
     folder: Path | str
-    """A text stands for several folders (`lora/files/combination.py`)."""
+    """A string stands for several folders (`lora/files/combination.py`)."""
     allowed_dirs: tuple[Path, ...] | None
-    """Where its files may lie after links are followed; None for anywhere."""
+    """Folders that its files must be in after links are resolved; None: anywhere."""
     shown: str
-    """How its caller knows it."""
+    """The name in messages to the caller."""
 
 
 class AdapterSources:
@@ -69,18 +69,18 @@ class AdapterSources:
         self._cache = DiskCache(settings.cache_folder, int(settings.lora_cache_size * GIB))
         self._lock = threading.Lock()
         self._busy: dict[str, tuple[threading.Lock, int]] = {}
-        """A lock for each address that is fetched, and its number of users."""
+        """A lock for each address being fetched, and its number of users."""
         self._kept = MemoryCopies(settings.cache_folder / "published")
         self._unknown: OrderedDict[str, float] = OrderedDict()
-        """Names that no source has, and until when that is believed."""
+        """Names that no source has, and until when they are not looked up again."""
 
     @property
     def finds_names(self) -> bool:
-        """Whether names that were never given may be found below a prefix."""
+        """Whether names that were not registered may be found below a prefix."""
         return bool(self._by_name)
 
     def by_name(self, name: str) -> Located:
-        """The first source that has a name; NotFoundError if none has."""
+        """Look a name up in each source, in order; NotFoundError if none has it."""
         now = time.monotonic()
         with self._lock:
             if self._unknown.get(name, 0.0) > now:
@@ -100,7 +100,8 @@ class AdapterSources:
         raise NotFoundError(f"no source has an adapter {name!r}.", field="model")
 
     def by_operator(self, path: str) -> Located:
-        """What the operator named, at start or in Python: any folder and any address."""
+        """Locate a path that the operator gave, at start or in Python: any folder and any
+        address."""
         if is_address(path):
             return self._fetched(parse_address(path))
         if not Path(path).expanduser().is_dir() and looks_like_hub_id(path):
@@ -109,7 +110,7 @@ class AdapterSources:
         return Located(folder, None, str(folder))
 
     def by_caller(self, path: str, lora_dirs: Sequence[str]) -> Located:
-        """What a caller named while the server runs: below --lora-dirs or --lora-source."""
+        """Locate a path that a caller gave at run time: below --lora-dirs or --lora-source."""
         if is_address(path):
             address = parse_address(path)
             if not is_allowed(address, self._prefixes):
@@ -138,13 +139,13 @@ class AdapterSources:
         raise refusal
 
     def keep(self, name: str, adapter: MemoryAdapter) -> Located:
-        """A folder that an adapter in memory is being written to, for when it is read again."""
+        """Start to write an adapter in memory to a folder, from which it can be read again."""
         return Located(self._kept.keep(name, adapter), None, "(memory)")
 
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[Path]:
-        """A folder that was located before, fetched again if the disk cache has lost it. What can't
-        be served is not kept."""
+        """Read a located folder, fetched again if the disk cache has evicted it. An adapter that
+        cannot be served is removed from the cache."""
         self._kept.wait(folder)
         if not self._cache.holds(folder):
             yield folder
@@ -186,7 +187,7 @@ class AdapterSources:
                 weights.download(weights_state, file.fileno())
             if address.sha256 is not None:
                 _check_pin(folder / WEIGHTS_FILE, address)
-            # The two files belong together: neither may have been replaced beside the other.
+            # The two files belong together: neither may have been replaced meanwhile.
             for remote, state in ((config, config_state), (weights, weights_state)):
                 if remote.look() != state:
                     raise remote.changed()
@@ -205,7 +206,7 @@ class AdapterSources:
         )
 
     def _may_follow(self, address: Address) -> MayFollow:
-        """Redirects stay below the same prefix, or at the host of what the operator named."""
+        """Redirects must stay below the same prefix, or on the host that the operator named."""
         prefixes = [item for item in self._prefixes if address.is_below(item)]
         allowed = prefixes or [replace(address, parts=())]
 

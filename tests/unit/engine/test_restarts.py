@@ -230,7 +230,7 @@ def test_r07_a_fault_of_whoever_watches_the_engine_ends_the_server_and_not_its_a
         async with started(settings_of(tiny), max_restarts=1) as client:
             running = client.generate(request(client, 150))
             await anext(running)
-            monkeypatch.setattr(client, "_mourn", None)
+            monkeypatch.setattr(client, "_handle_death", None)
             kill(client)
             with pytest.raises(UnavailableError, match="can't be watched any more: TypeError"):
                 async for _ in running:

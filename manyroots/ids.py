@@ -24,6 +24,9 @@ Row = NewType("Row", int)
 CopyId = NewType("CopyId", int)
 """One transfer of units between tiers, from its intent to its acknowledgement."""
 
+HASH_BYTES = 32
+"""Of the hash of a page."""
+
 AdapterName = NewType("AdapterName", str)
 """What users call an adapter. The same name may mean other weights after a reload."""
 

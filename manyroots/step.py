@@ -114,6 +114,17 @@ class CopyDone:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepStored:
+    """Storage is to evict these pages, of all families, after others. A hint: it has no end to
+    tell, and is dropped where storage is too slow for it."""
+
+    hashes: bytes
+    """One after the other: a plan must not take time for each page."""
+    for_s: float
+    """From now on; 0 ends what was asked before."""
+
+
+@dataclass(frozen=True, slots=True)
 class SlotRef:
     """A slot as one owner has it. The next owner's generation is higher."""
 
@@ -206,6 +217,8 @@ class Plan:
     has computed its known tokens and the accepted guesses. A row with a recurrent state, of which
     a guess was wrong, has computed nothing in this step: its state is what it was before."""
     copies: tuple[Copy, ...] = ()
+    keeps: tuple[KeepStored, ...] = ()
+    """Carried out after what is being written to storage, these copies included."""
     adapters: tuple[AdapterIntent, ...] = ()
     """Carried out in this order. A slot named in a load is used by no launched step, and no step
     uses it before the load's answer."""

@@ -11,11 +11,10 @@ from collections import Counter
 from itertools import compress
 
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.keys import HASH_BYTES
 from manyroots.cache.lease import Lease
 from manyroots.cache.planes import ABSENT, Plane
 from manyroots.cache.tree import TOKEN_BYTES, Node
-from manyroots.ids import Tier
+from manyroots.ids import HASH_BYTES, Tier
 
 
 class AuditedPool:

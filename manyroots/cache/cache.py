@@ -52,7 +52,7 @@ from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.messages import Retention
 from manyroots.snapshot import PlaneView
-from manyroots.step import Copy, CopyDone, Int32s
+from manyroots.step import Copy, CopyDone, Int32s, KeepStored
 
 MOST_OVERLAP_S = 0.1
 """A request starts before its pages have arrived only if they arrive within this time."""
@@ -90,18 +90,24 @@ class PrefixCache:
         self.evictors = [
             Evictor(self.index, plane, self.forks, self.next_turns) for plane in layout.planes
         ]
-        self.marks = Marks(layout, self.index.tree, self.evictors)
+        self.storage = StorageHealth()
+        self.marks = Marks(
+            layout,
+            self.index.tree,
+            self.evictors,
+            self.storage if policies.uses_storage and layout.host else None,
+        )
         self.transfers = UnitTransfers(self.index)
         kinds = SOLE if layout.is_sole else ANY
         self.publisher = kinds.publisher(
             self.index, self.evictors, self.forks, reuse=policies.reuse
         )
         self.index.on_loosened = self.publisher.offer
-        self.storage = StorageHealth()
         self.costs = Costs(policies.load_costs, _most_units(layout))
         self._writer = WriteBacker(
-            self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
-        )
+            self.index, self.evictors, self.transfers, self.publisher, policies, self.storage,
+            self.marks,
+        )  # fmt: skip
         self._allocator = Allocator(self.index, self.evictors)
         self._states = States(
             self.index, self._allocator, self.transfers, self.publisher, reuse=policies.reuse
@@ -469,6 +475,15 @@ class PrefixCache:
         self._writer.sent()
         copies = self._states.take_copies() + self.prefetcher.take_intents()
         return copies + self.transfers.take_intents()
+
+    def take_keeps(self) -> tuple[KeepStored, ...]:
+        """Pages that storage is to keep longer, for the step being planned."""
+        return self.marks.take_keeps()
+
+    @property
+    def has_keeps(self) -> bool:
+        """Whether storage is to be told to keep pages longer."""
+        return self.marks.has_keeps
 
     @property
     def has_transfers(self) -> bool:

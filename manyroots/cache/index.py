@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
-from manyroots.cache.keys import HASH_BYTES, PageHasher
+from manyroots.cache.keys import PageHasher
 from manyroots.cache.planes import ABSENT, CacheLayout, Units
 from manyroots.cache.pool import UnitPool
 from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, PageRange, PrefixTree, absent
-from manyroots.ids import StepId
+from manyroots.ids import HASH_BYTES, StepId
 
 
 class Index:

@@ -14,9 +14,8 @@ import sys
 from collections.abc import Container
 from typing import NamedTuple
 
-from manyroots.ids import Namespace
+from manyroots.ids import HASH_BYTES, Namespace
 
-HASH_BYTES = 32
 _DOMAIN = b"manyroots page 2"
 _MAX_SEEDS = 4096
 """Owners whose seed is remembered. Callers choose salts, so remembering all would take too much."""

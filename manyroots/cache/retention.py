@@ -11,19 +11,25 @@ window pages, saved states and host copies are kept alike. A mark ends
 So a mark never keeps a request waiting, and a tenant that marks everything displaces its own marks
 alone. The weakest mark has the lowest priority and, among equals, is the oldest. A mark that has
 ended leaves its units where plain use puts them. O(log n) per mark.
+
+Storage is told of marks (`take_keeps`): when a mark is set, when marked pages are written, and when
+a mark ends before its time. Otherwise its end needs no word, because storage knows the time.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
+from collections.abc import Iterable
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.lease import Lease
 from manyroots.cache.planes import CacheLayout
 from manyroots.cache.publishing import nearest_attached
+from manyroots.cache.storage_health import StorageHealth
 from manyroots.cache.tree import Node, PrefixMark, PrefixTree
 from manyroots.messages import Retention
+from manyroots.step import KeepStored
 
 _Entry = tuple[float, int, PrefixMark]
 """Priority or end, order of creation, the mark."""
@@ -32,8 +38,18 @@ _Entry = tuple[float, int, PrefixMark]
 class Marks:
     """The marks of one cache."""
 
-    def __init__(self, layout: CacheLayout, tree: PrefixTree, evictors: list[Evictor]) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        tree: PrefixTree,
+        evictors: list[Evictor],
+        storage: StorageHealth | None,
+    ) -> None:
+        """`storage`: None without a storage tier."""
         self._tree = tree
+        self._storage = storage
+        self._keeps: list[KeepStored] = []
+        """Not taken yet."""
         self._page_size = layout.page_size
         self._pool_pages = layout.device[0].num_units
         self._evictors = evictors
@@ -83,6 +99,27 @@ class Marks:
         limit = int(asked.share * self._pool_pages)
         while self._num_pages[asked.tenant] > limit:
             self.end(heapq.heappop(self._weakest[asked.tenant])[2])
+        for _, mark in marks:
+            if not mark.is_over and mark.until_s > self._now_s:
+                self._tell_storage(b"".join(_hashes_under(mark)), mark.until_s)
+
+    def written(self, pages: Iterable[tuple[Node, bytes]]) -> None:
+        """Pages, with their hashes, are on their way to storage."""
+        marked: dict[PrefixMark, list[bytes]] = {}
+        for node, page_hash in pages:
+            if node.mark is not None and not node.mark.is_over:
+                marked.setdefault(node.mark, []).append(page_hash)
+        for mark, hashes in marked.items():
+            self._tell_storage(b"".join(hashes), mark.until_s)
+
+    @property
+    def has_keeps(self) -> bool:
+        return bool(self._keeps)
+
+    def take_keeps(self) -> tuple[KeepStored, ...]:
+        """What storage is to be told with the step being planned."""
+        keeps, self._keeps = tuple(self._keeps), []
+        return keeps
 
     def end(self, mark: PrefixMark) -> None:
         """Return its nodes to plain use. Does nothing if it has ended."""
@@ -96,6 +133,9 @@ class Marks:
             self._weakest.pop(mark.tenant, None)
         for evictor in self._evictors:
             evictor.mark_ended(mark)
+        if mark.until_s > self._now_s:
+            # Otherwise a tenant would hold more of storage than its share lets it mark.
+            self._tell_storage(b"".join(_hashes_under(mark)), self._now_s)
         mark.nodes.clear()
 
     def _marks_of(self, asked: Retention, num_pages: int) -> list[tuple[int, PrefixMark]]:
@@ -131,3 +171,13 @@ class Marks:
         heapq.heappush(self._due, (mark.until_s, mark.serial, mark))
         weakest = self._weakest.setdefault(mark.tenant, [])
         heapq.heappush(weakest, (mark.priority, mark.serial, mark))
+
+    def _tell_storage(self, hashes: bytes, until_s: float) -> None:
+        """Nothing is said while storage is not written to: a dead one must not be waited for."""
+        if hashes and self._storage is not None and self._storage.may_write:
+            self._keeps.append(KeepStored(hashes, max(0.0, until_s - self._now_s)))
+
+
+def _hashes_under(mark: PrefixMark) -> Iterable[bytes]:
+    """Of the pages that it, and no newer mark, keeps."""
+    return (node.hashes for node in mark.nodes if node.mark is mark and node.is_attached)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.cache.keys import HASH_BYTES, Owner, PrefixKey
+from manyroots.cache.keys import Owner, PrefixKey
 from manyroots.cache.planes import ABSENT, Units
-from manyroots.ids import Namespace, StepId
+from manyroots.ids import HASH_BYTES, Namespace, StepId
 
 TOKEN_BYTES = 4
 

@@ -14,6 +14,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.cache.publishing import Publisher
+from manyroots.cache.retention import Marks
 from manyroots.cache.storage_health import StorageHealth
 from manyroots.cache.transfers import Handover, Move, Spot, UnitTransfers
 from manyroots.cache.tree import Indices, Node
@@ -31,6 +32,7 @@ class WriteBacker:
         publisher: Publisher,
         policies: CachePolicies,
         storage: StorageHealth,
+        marks: Marks,
     ) -> None:
         self._index = index
         self._evictors = evictors
@@ -38,6 +40,7 @@ class WriteBacker:
         self._publisher = publisher
         self._policies = policies
         self._storage = storage
+        self._marks = marks
         self._has_host = bool(index.layout.host)
         self._open: dict[int, Handover] = {}
         """By the serial of a lease: its open hand-over, until the intents are taken."""
@@ -112,6 +115,8 @@ class WriteBacker:
                 NO_UNITS,
                 hashes=hashes,
             )
+            nodes = (node for _, _, node in kept)
+            self._marks.written(zip(nodes, hashes, strict=True))
 
     def _ready(self, plane: Plane, node: Node, places: Indices) -> Indices:
         """The pages whose unit is filled and not being copied already."""

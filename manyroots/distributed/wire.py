@@ -22,6 +22,7 @@ from manyroots.step import (
     CopyDone,
     DropAdapter,
     Int32s,
+    KeepStored,
     LoadAdapter,
     NewPages,
     Plan,
@@ -98,6 +99,7 @@ class _Plan:
     samples: Bools
     drafts: tuple[RowDraft, ...]
     copies: tuple[Copy, ...]
+    keeps: tuple[KeepStored, ...]
     adapters: tuple[_Intent, ...]
     waits: bool
     lent_units: tuple[int, ...]

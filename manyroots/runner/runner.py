@@ -237,6 +237,7 @@ class ModelRunner:
         # First: a load may fill what a restored state was copied from.
         copy_within_device(plan.copies, self._arenas, after_model=False)
         arrivals = self._mover.start(plan.adapters, plan.copies)
+        self._mover.keep_stored(plan.keeps)
         if len(plan.rows) == 0:
             if plan.waits:
                 self._mover.wait(MAX_WAIT_S)

@@ -17,7 +17,17 @@ from manyroots.config import SchedulerSettings
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
-from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan, RowDraft
+from manyroots.step import (
+    AdapterIntent,
+    Arrival,
+    Bools,
+    Copy,
+    Int32s,
+    KeepStored,
+    NewPages,
+    Plan,
+    RowDraft,
+)
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -160,6 +170,7 @@ class PlanBuilder:
         adapters: tuple[AdapterIntent, ...],
         *,
         waits: bool,
+        keeps: tuple[KeepStored, ...] = (),
         lent_units: tuple[int, ...] = (),
     ) -> tuple[Plan, Launched]:
         """The plan, and the record of it until its result arrives."""
@@ -181,6 +192,7 @@ class PlanBuilder:
             samples=samples,
             drafts=tuple(self._drafts),
             copies=copies,
+            keeps=keeps,
             adapters=adapters,
             waits=waits,
             lent_units=lent_units,

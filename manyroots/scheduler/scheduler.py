@@ -109,7 +109,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether anything is waiting, running or in flight. Page copies count: they hold both of
         their ends until their end is acknowledged (T11)."""
-        return self.is_serving or self._cache.has_transfers
+        return self.is_serving or self._cache.has_transfers or self._cache.has_keeps
 
     @property
     def is_serving(self) -> bool:
@@ -250,14 +250,14 @@ class Scheduler:
             self._admission.prepare_adapters(without_room)
         self._without_room = without_room
         self._has_retracted = self._departures.num_retractions > num_retracted
-        copies = self._cache.take_copies()
+        copies, keeps = self._cache.take_copies(), self._cache.take_keeps()
         intents = self.adapters.flush()
         waits = builder.is_empty and not self._results.in_flight and self._is_waiting
-        if builder.is_empty and not copies and not intents and not waits:
+        if builder.is_empty and not (copies or keeps or intents or waits):
             return None
         self._next_step_id += 1
         lent = () if self._memory is None else self._memory.take_lent()
-        plan, launched = builder.to_plan(copies, intents, waits=waits, lent_units=lent)
+        plan, launched = builder.to_plan(copies, intents, waits=waits, keeps=keeps, lent_units=lent)
         launched.is_ahead = bool(self._results.in_flight)
         launched.may_draft = self._speculation is not None and self._speculation.is_on
         self._results.in_flight.append(launched)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from manyroots.step import AdapterIntent, AdapterLoaded, Copy, CopyDone
+from manyroots.step import AdapterIntent, AdapterLoaded, Copy, CopyDone, KeepStored
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.device_copies import is_within_device
 from manyroots.store.layer_arrivals import LayerArrivals
@@ -75,6 +75,12 @@ class Mover:
         parts = [part for part in (self._adapters, self._tiers) if part is not None]
         for part in parts:
             part.wait(timeout_s / len(parts))
+
+    def keep_stored(self, keeps: Iterable[KeepStored]) -> None:
+        """Have storage keep pages longer; returns at once."""
+        if self._tiers is not None:
+            for keep in keeps:
+                self._tiers.keep_stored(keep)
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
         """Remove pages from storage."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manyroots.ids import Tier
-from manyroots.step import Bools, Copy, CopyDone
+from manyroots.ids import HASH_BYTES, Tier
+from manyroots.step import Bools, Copy, CopyDone, KeepStored
 from manyroots.store.backends.backend import Backend
 from manyroots.store.host_arena import UnitRows
 from manyroots.store.host_link import ReportCopy, failed
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 BATCH_BYTES = 32 << 20
 """Approximate size of one batch that is read from storage or written to it."""
 NUM_READERS = 4
+MAX_KEEPS = 256
+"""So many hints to keep pages may wait; more are dropped."""
+KEEP_PAGES = 1024
+"""A backend is told to keep about as many pages at once."""
 OTHER_NUMBERS_OF_RANKS = (1, 2, 4, 8)
 NUM_LOOKS = 64
 """The number of batches with a missing page that are also looked up under other numbers of
@@ -82,6 +86,17 @@ class _Removal:
     is_done: threading.Event
 
 
+@dataclass(frozen=True, slots=True)
+class _Keep:
+    """Pages to evict after others."""
+
+    hashes: bytes
+    until: float | None
+    """None ends what was asked before."""
+    deadline: float
+    """Later it would only delay what waits to be written."""
+
+
 class StorageLink:
     """Both directions. A lock guards units and the ends of errands: an ended errand touches no
     unit."""
@@ -100,11 +115,11 @@ class StorageLink:
         self._clock = clock
         self._lock = threading.Lock()
         self._under_way: dict[_Errand, None] = {}
-        self._num_bad = 0
+        self._num_bad = self._num_keeps = self._num_dropped_keeps = 0
         self._num_looks = NUM_LOOKS if storage.rank == 0 else 0
         """The number of lookups under other numbers of ranks that are left."""
         self._readers = JobThreads[_Batch]("from-storage", self._read, num_threads=NUM_READERS)
-        self._writer = JobThreads[_Batch | _Removal]("to-storage", self._write)
+        self._writer = JobThreads[_Batch | _Removal | _Keep]("to-storage", self._write)
 
     def start(self, copy: Copy) -> None:
         """Queue a copy; returns at once."""
@@ -131,6 +146,19 @@ class StorageLink:
         removal = _Removal(keys, threading.Event())
         self._writer.put(removal)
         removal.is_done.wait(self._storage.timeout_s)
+
+    def keep(self, keep: KeepStored) -> None:
+        """Have pages of all families evicted later, after whatever is being written. Returns at
+        once; dropped where storage is too slow."""
+        now = self._clock()
+        with self._lock:
+            is_full = self._num_keeps >= MAX_KEEPS
+            self._num_keeps += not is_full
+        if is_full:
+            self._drop_keep()
+            return
+        until = now + keep.for_s if keep.for_s > 0 else None
+        self._writer.put(_Keep(keep.hashes, until, now + self._storage.timeout_s))
 
     def give_up_late_ones(self) -> None:
         """Report copies without an answer in time as failed."""
@@ -218,8 +246,42 @@ class StorageLink:
         """The number of values so far that were damaged, cut short or foreign."""
         return self._num_bad
 
-    def _write(self, jobs: list[_Batch | _Removal]) -> None:
+    def _keep_marked(self, keep: _Keep) -> None:
+        families, pages = range(len(self._host)), keep.hashes
+        for first in range(0, len(pages), KEEP_PAGES * HASH_BYTES):
+            end = min(len(pages), first + KEEP_PAGES * HASH_BYTES)
+            hashes = [pages[at : at + HASH_BYTES] for at in range(first, end, HASH_BYTES)]
+            keys = [self._storage.key(page, family) for page in hashes for family in families]
+            now = self._clock()
+            if now > keep.deadline:
+                self._drop_keep()
+                return
+            for_s = 0.0 if keep.until is None else keep.until - now
+            if for_s < 0:
+                return
+            try:
+                self._backend.keep(keys, for_s)
+            except Exception as error:
+                logger.debug("storage could not be told to keep pages: %s", error)
+                return
+
+    def _drop_keep(self) -> None:
+        with self._lock:
+            self._num_dropped_keeps += 1
+            is_first = self._num_dropped_keeps == 1
+        if is_first:
+            logger.warning(
+                "storage is too slow to be told of marked pages; it may evict them like others "
+                "(this is said once)"
+            )
+
+    def _write(self, jobs: list[_Batch | _Removal | _Keep]) -> None:
         for job in jobs:
+            if isinstance(job, _Keep):
+                self._keep_marked(job)
+                with self._lock:
+                    self._num_keeps -= 1
+                continue
             if isinstance(job, _Removal):
                 self._try_to_remove(job.keys)
                 job.is_done.set()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyroots.ids import Tier
-from manyroots.step import Copy, CopyDone
+from manyroots.step import Copy, CopyDone, KeepStored
 from manyroots.store.arena import UnitArena
 from manyroots.store.copy_ends import CollectedEnds, CopyEnds
 from manyroots.store.host_arena import rows_of
@@ -53,6 +53,11 @@ class TierCopies:
         """Start copies from the host that a step reads as they arrive; returns at once."""
         self._ends.expect(len(copies))
         return self._link.start_overlapped(copies)
+
+    def keep_stored(self, keep: KeepStored) -> None:
+        """Have storage evict pages later; nothing to do without one. Returns at once."""
+        if self._storage is not None:
+            self._storage.keep(keep)
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
         """Remove pages of all families from storage, if there is any."""

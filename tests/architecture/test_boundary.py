@@ -23,10 +23,11 @@ BOUNDARY = {
     # What is asked of the cache
     "acknowledge", "announce", "begin", "blame_storage", "can_reach", "claim", "clip", "commit",
     "commit_step",
-    "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",
+    "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_keeps",
+    "has_transfers",
     "host_room", "keep", "left_storage_alone", "let_go", "may_overlap", "measured_prefill",
     "num_keeps", "num_resumable_tokens", "onboard", "page_size", "pass_time", "prefer_own",
-    "prefetch", "release", "stats", "take_copies", "take_events", "next_pages",
+    "prefetch", "release", "stats", "take_copies", "take_keeps", "take_events", "next_pages",
     "common_run", "least_shared_pages", "save_at",
     "draft", "most_drafts", "accept", "has_states",
     # Memory that the cache lends

@@ -39,6 +39,7 @@ from manyroots.messages import (
     FinishReason,
     LoadLora,
     LoraReply,
+    Retention,
     Submit,
     UnloadLora,
 )
@@ -218,7 +219,8 @@ class RealEngine:
 
     def submit(
         self, prompt: list[int], adapter: str | None = None, *, salt: str | None = None,
-        max_tokens: int = 5, priority: int = 0, stop_ids: tuple[int, ...] = (), **sampling: Any,
+        max_tokens: int = 5, priority: int = 0, stop_ids: tuple[int, ...] = (),
+        retention: Retention | None = None, **sampling: Any,
     ) -> int:  # fmt: skip
         number = next(self._ids)
         params = SamplingParams(
@@ -227,8 +229,9 @@ class RealEngine:
         name = None if adapter is None else AdapterName(adapter)
         self.said[number] = Said()
         self.loop.handle(
-            Submit(RequestId(number), prompt, salt, params, number, stop_ids, name, priority)
-        )
+            Submit(RequestId(number), prompt, salt, params, number, stop_ids, name, priority,
+                   retention=retention)
+        )  # fmt: skip
         return number
 
     def ask(self, prompt: list[int], adapter: str | None = None, **more: Any) -> Said:

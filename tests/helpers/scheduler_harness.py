@@ -95,7 +95,8 @@ class _Watched:
         assert plan.total_tokens <= self._settings.max_num_batched_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows) <= self._settings.max_num_seqs
         assert (plan.num_tokens > 0).all()
-        assert len(plan.rows) or plan.copies or plan.adapters or plan.waits, "an empty plan"
+        has_intents = plan.copies or plan.keeps or plan.adapters
+        assert len(plan.rows) or has_intents or plan.waits, "an empty plan"
         self._launched = [step for step in self._launched if step.slots]
         read = {slot for step in self._launched for slot in step.slots}
         changed = {intent.target.slot for intent in plan.adapters if intent.target is not None}

@@ -24,12 +24,12 @@ import zmq
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.keys import HASH_BYTES, PrefixKey, short_hash
+from manyroots.cache.keys import PrefixKey, short_hash
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import ABSENT, CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.engine.kv_events import END, MEDIA, EventPublisher
-from manyroots.ids import AdapterDigest, AdapterName, Namespace, StepId
+from manyroots.ids import HASH_BYTES, AdapterDigest, AdapterName, Namespace, StepId
 from manyroots.kv_configs import EventsChoice
 from manyroots.step import CopyDone
 from tests.helpers.patience import PATIENCE_S

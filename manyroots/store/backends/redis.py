@@ -8,6 +8,7 @@ because it cannot keep a later expiry.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -95,7 +96,7 @@ class Redis:
             return
         with self._server.pipeline(transaction=False) as pipe:
             for key in keys:
-                pipe.expire(_PREFIX + key, max(self._ttl_s, int(for_s)), gt=for_s > 0)
+                pipe.expire(_PREFIX + key, max(self._ttl_s, math.ceil(for_s)), gt=for_s > 0)
             pipe.execute(raise_on_error=False)
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from manyroots.step import (
     Arrival,
     Copy,
     DropAdapter,
+    KeepStored,
     LoadAdapter,
     LoadId,
     NewPages,
@@ -55,6 +56,7 @@ def full_plan() -> Plan:
         num_tokens=ints(2, 1),
         samples=np.array([True, False]),
         copies=(Copy(CopyId(1), 0, Tier.HOST, Tier.DEVICE, ints(1), ints(2), (b"h",)),),
+        keeps=(KeepStored(bytes(64), 59.5),),
         adapters=(
             LoadAdapter(LoadId(5), digest, Tier.STORAGE, target, "/adapters/a", 1 << 40),
             DropAdapter(digest, Tier.HOST),

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from manyroots.ids import Tier
+from manyroots.step import CopyDone, KeepStored
 from manyroots.store.backends.files import Files
 from manyroots.store.batched_copies import runs
-from manyroots.store.host_arena import HostArena
-from manyroots.store.storage_link import UnitStorage
+from manyroots.store.host_arena import HostArena, rows_of
+from manyroots.store.storage_link import MAX_KEEPS, StorageLink, UnitStorage
 from manyroots.store.tier_copies import TierCopies
 from tests.helpers.patience import PATIENCE_S
 from tests.unit.store.tiers import Arena, Shelf, copy, end_of
@@ -159,3 +160,72 @@ def test_what_is_stored_already_is_not_written_again() -> None:
     copies.close()
     assert len(shelf.values) == 2
     assert first.items() <= shelf.values.items()
+
+
+def keyed(family: int = 0) -> dict[bytes, bytes]:
+    """Key of a page's unit by its hash."""
+    storage = UnitStorage(Shelf(), 1.0)
+    return {page: storage.key(page, family) for page in HASHES}
+
+
+class OrderedShelf(Shelf):
+    """Remembers the order of changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+
+    def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        self.order.append("put")
+        return super().put(items)
+
+    def keep(self, keys: Sequence[bytes], for_s: float) -> None:
+        self.order.append("keep")
+        super().keep(keys, for_s)
+
+
+def test_t13_what_is_to_be_kept_is_told_after_it_was_written() -> None:
+    """T13: of all families, with the time that is left; 0 ends it."""
+    shelf, device = OrderedShelf(), Arena(3)
+    hosts = [HostArena(3, device.data), HostArena(3, device.data)]
+    copies = TierCopies([device, device], hosts, UnitStorage(shelf, PATIENCE_S))
+    shelf.is_open.clear()
+    copies.start(copy(1, HOST, STORAGE, [0, 1], [], HASHES[:2]))
+    copies.keep_stored(KeepStored(HASHES[0] + HASHES[1], 60.0))
+    copies.keep_stored(KeepStored(HASHES[1], 0.0))
+    shelf.is_open.set()
+    copies.close()
+    assert shelf.order == ["put", "keep", "keep"]
+    for family in (0, 1):
+        keys = keyed(family)
+        assert 0 < shelf.kept[keys[HASHES[0]]] <= 60
+        assert shelf.kept[keys[HASHES[1]]] == 0
+    assert len(shelf.kept) == 4
+
+
+def test_t13_storage_that_fails_or_hangs_delays_nothing_by_what_it_is_to_keep() -> None:
+    """T13, T03: hints are dropped when too many wait or their time is over; writes go on."""
+    shelf, device, now = Shelf(), Arena(3), [0.0]
+    host = HostArena(3, device.data)
+    ends: list[CopyDone] = []
+    storage = UnitStorage(shelf, PATIENCE_S)
+    link = StorageLink([rows_of(host.data)], storage, ends.append, lambda: now[0])
+    shelf.is_open.clear()
+    link.keep(KeepStored(HASHES[0], 60.0))
+    assert shelf.was_asked.wait(PATIENCE_S)
+    for _ in range(2 * MAX_KEEPS):
+        link.keep(KeepStored(HASHES[1], 60.0))
+    assert (link._num_keeps, link._num_dropped_keeps) == (MAX_KEEPS, MAX_KEEPS + 1)
+    now[0] = PATIENCE_S + 1
+    shelf.fault = OSError("planted")
+    shelf.is_open.set()
+    link.forget([])  # waits for all before it
+    assert link._num_keeps == 0
+    assert link._num_dropped_keeps == 2 * MAX_KEEPS, "all but the one under way"
+    assert shelf.kept == {}
+    shelf.fault = None
+    link.start(copy(1, HOST, STORAGE, [0], [], HASHES[:1]))
+    link.keep(KeepStored(HASHES[0], 60.0))
+    link.close()
+    assert [done.error for done in ends] == [None]
+    assert shelf.kept == {keyed()[HASHES[0]]: 60.0}

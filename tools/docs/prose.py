@@ -1,7 +1,8 @@
 """`python -m tools.docs.prose`: words to avoid, and lines that are too long.
 
-Reads the prose of the repository: Markdown outside of fenced blocks and code, and in Python the
-comments and texts. Gives a line for each fault, with a better word.
+Reads the prose of the repository: Markdown outside of fenced blocks and code, comments and texts of
+the package, and comments and docstrings of other Python files, whose texts are data. Gives a line
+for each fault, with a better word.
 """
 
 from __future__ import annotations
@@ -34,12 +35,8 @@ _UNBROKEN = re.compile(r"\]\(|`[^`]{40,}`")
 """Links and whole commands, which stay on one line."""
 _ALLOWED = re.compile(r"behind (?:a|the|your) proxy", re.I)
 
-ROOMS = (
-    "api", "bench", "cache", "cli", "conformance", "distributed", "engine", "files", "gateway",
-    "grammar", "kernels", "layers", "llm", "lora", "models", "observe", "process", "ray",
-    "routing", "runner", "scheduler", "simulate", "store", "text", "*.py",
-)  # fmt: skip
-"""Rooms of manyroots/ whose comments and texts are checked."""
+BESIDE = ("tests", "tools", "examples")
+"""Folders beside manyroots/ whose comments and docstrings are checked."""
 GENERATED = {ROOT / path for path in QUICK | SLOW}
 QUOTED = {
     ROOT / "manyroots" / "bench" / "words.py",  # a list of English words to make prompts of
@@ -65,13 +62,20 @@ def markdown_faults(text: str, *, is_generated: bool = False) -> Iterator[tuple[
             yield number, f"{len(line)} columns; wrap at {MAX_COLUMNS}"
 
 
-def python_faults(text: str) -> Iterator[tuple[int, str]]:
-    """Line and fault in comments and texts; names of variables are not prose."""
+def python_faults(text: str, *, has_data: bool = False) -> Iterator[tuple[int, str]]:
+    """Line and fault in comments and texts; names of variables are not prose. With `has_data`, only
+    comments and texts that are statements count."""
+    if next(faults_in(text), None) is None:
+        return  # most files; their tokens take far longer
+    begins_statement = True
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type in _PROSE:
+        is_data = token.type != tokenize.COMMENT and not begins_statement
+        if token.type in _PROSE and not (has_data and is_data):
             for offset, line in enumerate(token.string.splitlines()):
                 for fault in faults_in(re.sub(r"`[^`]*`|\{[^{}]*\}", "", line)):
                     yield token.start[0] + offset, fault
+        if token.type not in (tokenize.COMMENT, tokenize.NL):
+            begins_statement = token.type in _BEFORE_STATEMENTS
 
 
 _PROSE = {
@@ -79,14 +83,17 @@ _PROSE = {
     tokenize.STRING,
     getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING),  # from Python 3.12 on
 }
+_BEFORE_STATEMENTS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 
 
 def sources() -> list[Path]:
-    """Python files of the rooms that are checked."""
-    package = ROOT / "manyroots"
-    found = [package.glob(room) if "*" in room else (package / room).rglob("*.py")
-             for room in ROOMS]  # fmt: skip
-    return sorted(path for paths in found for path in paths if path not in QUOTED)
+    """Python files of the package."""
+    return sorted(path for path in (ROOT / "manyroots").rglob("*.py") if path not in QUOTED)
+
+
+def sources_beside() -> list[Path]:
+    """Python files of tests, tools and examples."""
+    return sorted(path for folder in BESIDE for path in (ROOT / folder).rglob("*.py"))
 
 
 def faults() -> list[str]:
@@ -98,8 +105,8 @@ def faults() -> list[str]:
         is_generated = path in GENERATED
         for number, fault in markdown_faults(path.read_text(), is_generated=is_generated):
             found.append(f"{path.relative_to(ROOT)}:{number}: {fault}")
-    for path in sources():
-        for number, fault in python_faults(path.read_text()):
+    for path, has_data in [(p, False) for p in sources()] + [(p, True) for p in sources_beside()]:
+        for number, fault in python_faults(path.read_text(), has_data=has_data):
             found.append(f"{path.relative_to(ROOT)}:{number}: {fault}")
     return found
 

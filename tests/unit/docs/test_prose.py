@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from tools.docs.prose import faults, faults_in, markdown_faults, python_faults, sources
+from tools.docs.links import ROOT
+from tools.docs.prose import (
+    faults,
+    faults_in,
+    markdown_faults,
+    python_faults,
+    sources,
+    sources_beside,
+)
 
 
 def test_d04_the_prose_has_no_fault() -> None:
     """D04."""
     assert faults() == []
     assert len(sources()) > 200
+    folders = {path.relative_to(ROOT).parts[0] for path in sources_beside()}
+    assert folders == {"tests", "tools", "examples"}
 
 
 def test_d04_words_to_avoid_are_found() -> None:
@@ -24,6 +34,31 @@ def test_code_and_names_are_no_prose() -> None:
     assert list(markdown_faults(page)) == []
     source = "behind = nobody(who)\nx = f'{behind}'\n"
     assert list(python_faults(source)) == []
+
+
+def test_d04_texts_of_tests_are_data_and_docstrings_are_not() -> None:
+    """D04."""
+    source = '''
+"""Nobody reads this."""
+
+NAME = "nobody"
+"""Whoever waits."""
+
+
+class Row:
+    # behind
+    """Everybody."""
+
+    def name(self) -> str:
+        """Somebody."""
+        assert self.find("who", [
+            "anybody"
+        ])
+        return "whom"
+'''
+    found = [fault.split("'")[1] for _, fault in python_faults(source, has_data=True)]
+    assert found == ["Nobody", "Whoever", "behind", "Everybody", "Somebody"]
+    assert len(list(python_faults(source))) == len(found) + 4
 
 
 def test_lines_of_faults_are_told() -> None:

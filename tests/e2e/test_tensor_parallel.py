@@ -223,7 +223,7 @@ def test_r04_an_engine_in_ones_own_process_raises_when_a_rank_has_died(tmp_path:
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="killed by signal 9"):
             list(finish(engine.loop))
-        assert engine.loop.has_work, "whoever asks next is told, too"
+        assert engine.loop.has_work, "the next request is told, too"
         with pytest.raises(UnavailableError):
             engine.loop.step()
     finally:

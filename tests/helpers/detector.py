@@ -126,7 +126,7 @@ def detect(mutation: Mutation) -> str | None:
         )
     except ImportError as error:
         noticed = f"{error}"
-    assert finder.found, "nobody imports what the fault is in"
+    assert finder.found, "no test imports the module with the fault"
     return noticed
 
 

@@ -1,11 +1,9 @@
 """Faults to plant, each of which a test must notice.
 
-What must notice a fault is the tests that it names (`tests/helpers/planted_tests.py` runs them), or
-the
-detector (`tests/helpers/detector.py`), which is made for the decide half. `old` must occur exactly
-once in
-its file; where the code has changed, write the fault anew: one that no longer applies is an error,
-not a pass.
+The tests that a fault names must notice it (`tests/helpers/planted_tests.py` runs them). Faults
+that name none are for the detector (`tests/helpers/detector.py`), which is made for the decide
+half. `old` must occur exactly once in its file. When the code has changed, write the fault anew:
+one that no longer applies is an error, not a pass.
 """
 
 from __future__ import annotations
@@ -134,14 +132,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "grammar/rows.py",
         "if kept.any() or mine.matcher is None:",
         "if True:",
-        "min_tokens leave nothing to choose behind a grammar's end",
+        "min_tokens leave nothing to choose after a grammar's end",
         (f"{GRAMMAR}test_g01_no_end_before_min_tokens_unless_nothing_else_is_left",),
     ),
     Mutation(
         "grammar/token_rules.py",
         "tuple(output[-len(before) :].tolist()) == before",
         "True",
-        "a bad word's last token is forbidden behind the last but one alone",
+        "a bad word's last token is forbidden after the last but one alone",
         ("unit/grammar/test_token_rules.py::test_masks_leave_what_no_rule_forbids",),
     ),
     Mutation(
@@ -334,21 +332,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "api/control.py",
         "            if not was_paused and server.num_pauses == num_pauses:\n",
         "            if True:\n",
-        "new weights end a pause that somebody else began",
+        "new weights end a pause that another caller began",
         (f"{CONTROL}test_g06_weights_are_updated_in_a_pause",),
     ),
     Mutation(
         "api/control.py",
         "mode = PauseMode.ABORT if body.abort_all_requests else PauseMode.WAIT",
         "mode = PauseMode.ABORT",
-        "new weights end requests that nobody asked to end",
+        "new weights end requests that no caller asked to end",
         (f"{CONTROL}test_g06_weights_are_updated_in_a_pause",),
     ),
     Mutation(
         "api/app.py",
         "admin_paths=frozenset(endpoint.path for endpoint in known if endpoint.is_admin)",
         "admin_paths=frozenset()",
-        "whoever has the API's key may do what an admin may",
+        "a caller with the API's key may do what an admin may",
         (f"{CONTROL}test_g06_nobody_but_the_admin[/pause]",),
     ),
     Mutation(
@@ -390,7 +388,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "grammar/json_schemas.py",
         'made["additionalProperties"] = False',
         "pass",
-        "objects get properties that nobody named",
+        "objects get properties that the schema does not name",
         (
             "unit/grammar/test_json_schemas.py::test_g01_an_object_has_the_properties_that_are_named",
         ),
@@ -424,7 +422,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "keys",
         "before.append((Owner(adapter, begin), key.switch_page + 1))",
         "before.append((Owner(adapter, begin), ENDLESS))",
-        "pages behind an adapter's beginning are taken for such with one",
+        "pages after an adapter's beginning are taken for such with one",
     ),
     _cache(
         "keys",
@@ -637,7 +635,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tree",
         "if parent.children:\n            parent.is_fork = True",
         "if False:\n            pass",
-        "a prefix that requests part behind is not kept longer",
+        "a prefix after which requests part is not kept longer",
     ),
     _cache(
         "publishing",
@@ -697,7 +695,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "growth",
         "self._drop_behind_window(lease, num_computed)",
         "pass",
-        "pages behind a window are never given back",
+        "pages that a window has left are never given back",
     ),
     _cache(
         "holding",
@@ -776,14 +774,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         "publishing",
         "first = place if below is node else 0",
         "first = place if below is node else 10**6",
-        "what lies behind pages of a failed step stays on the device",
+        "what follows pages of a failed step stays on the device",
     ),
     _cache(
         "publishing",
         "node, end = nearest_attached(lease.cursor), lease.num_published_pages",
         "node, end = nearest_attached(lease.cursor), lease.num_published_pages\n"
         "        return node, min(end, node.end)",
-        "a page is published behind tokens of others",
+        "a page is published after tokens of others",
     ),
     # Drafts
     _cache(
@@ -802,7 +800,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "growth",
         "lease.num_sure_tokens = None",
         "pass",
-        "a lease stays behind its drafts for ever",
+        "a lease never grows past its drafts",
     ),
     Mutation(
         "cache/growth.py",
@@ -838,7 +836,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "transfers",
         "if not plane.is_ordered or self._index.has_unit_above(node, begin, plane.index):",
         "if True:",
-        "a page arrives behind one that has gone",
+        "a page arrives after one that has gone",
     ),
     _cache(
         "prefetch",
@@ -949,13 +947,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "onboarding",
         "self._transfers.join(copy_id, lease)",
         "pass",
-        "who shares a load does not wait for it",
+        "a request that shares a load does not wait for it",
     ),
     _cache(
         "onboarding",
         "self._pools[family].hold(np.array([target], np.intp))",
         "pass",
-        "who shares a load does not hold what it fills",
+        "a request that shares a load does not hold what it fills",
     ),
     _cache(
         "prefetch",
@@ -972,7 +970,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _scheduler(
         "over = [r for r, t in done if not (t.is_worth_going_on and self._ask_or_stand(r))]",
         "over = [r for r, t in done]",
-        "who shares an answer of storage does not go on to what lies behind",
+        "a request that shares an answer of storage does not go on to the rest",
         "fetches",
     ),
     _scheduler(
@@ -990,7 +988,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _scheduler(
         "if self.in_line and self._num_stalled_steps > MOST_STALLED_STEPS:",
         "if False:",
-        "one stands in line behind those that do not begin, for as long as they do not",
+        "a request waits in line after those that do not begin, for as long as they do not",
         "fetches",
     ),
     _scheduler(
@@ -1081,7 +1079,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     _scheduler(
         "if not self._line or place > self._line[-1]:",
         "if True:",
-        "who comes back stands behind all others",
+        "a request that comes back is queued after all others",
         "lanes",
     ),
     _scheduler(
@@ -1283,7 +1281,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scheduler/victims.py",
         "- num_found, -request.serial",
         "- num_found, hash(str(request.serial))",
-        "who is retracted depends on the process",
+        "the retracted request depends on the process",
         ("unit/scheduler/test_hash_seeds.py::" + HASHES,),
     ),
     Mutation(
@@ -1454,7 +1452,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "engine/adapter_runtime.py",
         "        max_loras=num_at_once,\n",
         "        max_loras=0,\n",
-        "the server's cap on adapters reaches nobody",
+        "the server's cap on adapters has no effect",
         (PROMISES + "test_l05_the_servers_setting_limits_the_adapters_of_a_step[1]",),
     ),
     Mutation(
@@ -1480,7 +1478,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scheduler/policies/fair.py",
         "self._highest if first is None else first[0]",
         "0",
-        "who ran alone is in debt for it",
+        "a tenant that ran alone is in debt for it",
         (FAIR + "test_l08_who_ran_alone_for_long_takes_turns_with_200_newcomers[3]",),
     ),
     Mutation(
@@ -1534,7 +1532,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "kernels/attention/groups.py",
         "ends[rows] - shared.shape[1] * page_size,",
         "ends[rows],",
-        "a row sees keys behind its end where it shares a prefix",
+        "a row sees keys past its end where it shares a prefix",
         (
             "unit/kernels/test_attention_kernel.py::"
             "test_a_common_prefix_is_attended_to_once_and_exactly",
@@ -1619,7 +1617,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "text/detokenizer.py",
         "if token in self._skipped or not self._tokenizer.has_token(token):",
         "if False:",
-        "a word goes on behind a skipped token as if it began there",
+        "a word goes on after a skipped token as if it began there",
         (
             "unit/text/test_every_tokenizer_kind.py::"
             "test_streamed_pieces_joined_are_the_whole_decode[True-wordpiece]",
@@ -1643,7 +1641,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scheduler/policies/pack.py",
         "return 0 if request.num_cached_tokens is None else -1",
         "return 0",
-        "who was retracted waits for a group of others",
+        "a retracted request waits for a group of others",
         (PACK + "test_l08_who_was_retracted_goes_on_before_the_group",),
     ),
     Mutation(
@@ -1875,7 +1873,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "layers/shared_moe.py",
         "return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))",
         "return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, 0 * weight[0]))",
-        "the shared expert's gate is half open for everybody",
+        "the shared expert's gate is half open for all rows",
         (
             "unit/models/test_logits_parity.py::"
             "test_prefill_chunks_and_decode_give_transformers_logits[qwen3-next]",
@@ -1978,7 +1976,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "kernels/attention/sharing.py",
         "common = limit if same.all() else int(np.argmin(same))",
         "common = limit",
-        "rows read each other's pages behind what they share",
+        "rows read each other's pages past what they share",
         ("unit/kernels/test_sharing.py::test_groups_share_what_they_say_and_no_row_is_in_two[1]",),
     ),
     Mutation(
@@ -2058,7 +2056,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cache/onboarding.py",
         "lease.num_published_pages = min(lease.num_published_pages, first)",
         "pass",
-        "what comes while a request computes is not published before what lies behind it",
+        "what comes while a request computes is not published before what follows it",
         (
             "unit/scheduler/test_overlapped_loads.py::test_t10_whatever_happens_meanwhile_everybody_has_his_own_tokens",
         ),
@@ -2067,7 +2065,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scheduler/admission.py",
         "is_alone = builder.is_empty and not self._are_others",
         "is_alone = True",
-        "a step of others waits for somebody's pages",
+        "a step of others waits for one request's pages",
         (
             "unit/scheduler/test_overlapped_loads.py::test_t10_others_do_not_wait_for_somebodys_pages",
         ),
@@ -2173,7 +2171,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "store/adapter_files.py",
         "with contextlib.suppress(ManyrootsError, OSError), _without_collector():",
         "with contextlib.suppress(OSError), _without_collector():",
-        "one folder that can't be served keeps those behind it from being foreseen",
+        "one folder that can't be served keeps those after it from being foreseen",
         (
             "unit/store/test_adapter_layouts.py::test_what_was_foreseen_is_not_described_when_it_is_wanted",
         ),
@@ -2191,7 +2189,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "store/host_memory.py",
         "            if not piece.is_locked:\n",
         "            if False:\n",
-        "pages that nobody locked are given away as if they were",
+        "pages that were not locked are given away as if they were",
         ("unit/store/test_host_memory.py::test_what_nobody_filled_is_not_given_to_others",),
     ),
     Mutation(
@@ -2306,7 +2304,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "scheduler/scheduler.py",
         "return self._cache.num_leases + num_retracted",
         "return self._cache.num_leases + 0 * num_retracted",
-        "who was retracted ends its answer with other weights",
+        "a retracted request ends its answer with other weights",
         ("unit/scheduler/test_scheduler.py::test_g06_who_was_retracted_has_begun",),
     ),
     # What strangers bring
@@ -2334,7 +2332,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "models/gguf_unread.py",
         "if value and value not in values and key not in form.reads:",
         "if False:",
-        "a GGUF file's scale of logits is left out of account",
+        "a GGUF file's scale of logits is ignored",
         (
             "unit/models/test_gguf_loading.py::"
             "test_metadata_that_would_be_left_out_of_account_is_refused_by_name"
@@ -2406,7 +2404,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "engine/preparation.py",
         "self._scheduler.submit(waiting.submit, waiting.hold)",
         "self._scheduler.submit(waiting.submit)",
-        "who waits for a grammar gets what its adapter's name means when that is there",
+        "a request that waits for a grammar gets what its adapter's name means when that is there",
         (f"{GRAMMARS}test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for",),
     ),
     Mutation(
@@ -2624,7 +2622,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "cache/publishing.py",
         "            filled[saved.family, saved.unit] = (node, boundary - 1)\n",
         "            pass\n",
-        "a failed step leaves the state that it put behind older pages",
+        "a failed step leaves the state that it put after older pages",
         (
             "unit/cache/test_families.py::"
             "test_p03_p12_a_state_that_a_failed_step_put_behind_older_pages_is_taken_back",

@@ -25,7 +25,7 @@ from importlib.abc import MetaPathFinder
 
 class Patch(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        # Imported after the loop by those who run it.
+        # Imported after the loop by the code that runs it.
         if name in ("manyroots.cli.generate", "manyroots.cli.chat", "manyroots.engine.wire"):
             from manyroots.engine.loop import EngineLoop
             if not hasattr(EngineLoop, "quick_step"):

@@ -546,7 +546,7 @@ class Machine:
             self.cache.let_go(keep)
         audit(self.cache)
         for plane in self.cache.stats().planes:
-            assert plane.num_held == 0, "held, and nobody is left"
+            assert plane.num_held == 0, "held, and no sequence is left"
 
     # What must hold
 
@@ -670,7 +670,7 @@ class Machine:
             allowed |= {self.path(sequence, n) for n in range(1, whole + 1)}
         for plane, path in gained:
             assert self.layout.planes[plane].tier is Tier.DEVICE
-            assert path in allowed, "published what nobody computed, or what was evicted"
+            assert path in allowed, "published what was never computed, or was evicted"
 
     def must_be_there(
         self, sequence: Sequence, end: int, published: int, tables: list[list[int]]

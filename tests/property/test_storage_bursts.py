@@ -156,4 +156,4 @@ def test_t04_r01_random_bursts_through_a_small_host_hang_nobody(
             num_waited += run(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert num_waited > 200 or Draw.only_seed is not None, "nobody stood in line: nothing was tried"
+    assert num_waited > 200 or Draw.only_seed is not None, "no request waited in line"

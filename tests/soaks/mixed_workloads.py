@@ -206,7 +206,7 @@ class Alone:
 
 def take(answer: Answer, assembler: TextAssembler, output: Output) -> bool:
     """Add what an output says; whether the sequence must be aborted, for a stop string."""
-    assert answer.reason is None, "an output behind the last"
+    assert answer.reason is None, "an output after the last"
     delta = assembler.push(output)
     answer.tokens += delta.tokens
     answer.text += delta.text
@@ -541,7 +541,7 @@ class Driver:
             self.drain()
             self.pause()
         waiting = [live for live in self.live.values() if not live.is_aborted]
-        assert not waiting, "somebody came in between"
+        assert not waiting, "a request came in between"
         for _ in range(self.rng.choice((0, 0, 2, 4))):
             ask()
         for _ in range(self.rng.choice((0, 3))):
@@ -973,10 +973,10 @@ class Workload:
                 return
         if answer.reason is FinishReason.ABORT:
             self.told["aborts"] += 1
-            assert live.is_aborted, f"nobody has aborted {live}"
+            assert live.is_aborted, f"no caller has aborted {live}"
             if not answer.tokens:
                 return
-        assert len(live.contents) == 1, f"nobody knows with which weights: {live}"
+        assert len(live.contents) == 1, f"its weights are unknown: {live}"
         [content] = live.contents
         cold = self.world.alone(live.weights, content, live.submit)
         self.told["compared"] += 1

@@ -97,7 +97,7 @@ def check_order(llm: LLM) -> None:
     cache: Any = llm._loop._scheduler._cache  # type: ignore[attr-defined]
     audit(cache)
     stats = llm.stats()
-    assert stats.num_held_pages == 0, "pages are held by nobody"
+    assert stats.num_held_pages == 0, "pages are held without a holder"
     assert not cache.has_transfers, "a copy is under way for ever"
 
 

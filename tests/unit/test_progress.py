@@ -112,7 +112,7 @@ def test_what_is_told_of_a_start() -> None:
         assert list(track("abc", total=3, label="letters")) == ["a", "b", "c"]
     assert (told[0], told[-1]) == (Progress("letters", 0, 3), Progress("letters", 3, 3))
     assert list(seconds) == ["one"]
-    assert list(track("abc", total=3, label="letters")) == ["a", "b", "c"], "nobody listens"
+    assert list(track("abc", total=3, label="letters")) == ["a", "b", "c"], "without a listener"
     assert len(told) <= 5
     with Display() as display:
         display(Progress("letters", 0, 3))

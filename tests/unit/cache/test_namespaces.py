@@ -664,4 +664,4 @@ def test_n13_leases_that_go_on_do_not_slow_down_those_that_came_after_an_evictio
         hand.end(others.pop(0))  # so that there is always one
         assert hand.cache.open_leases
         assert hand.found(A, [20 + number, *PROMPT]) == 6
-    assert not inserted, "pages where nobody has been are published the slow way"
+    assert not inserted, "new pages are published the slow way"

@@ -113,11 +113,11 @@ def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
     assert not compiled
     loop.handle(Abort([RequestId(3)]))
     [aborted] = run(loop, ended(3))
-    assert aborted.finish_reason is FinishReason.ABORT, "whoever aborts everybody waits for it"
+    assert aborted.finish_reason is FinishReason.ABORT, "a caller that aborts all waits for it"
     gate.set()
     outputs = run(loop, ended(1, 2))
     assert {o.request_id for o in outputs} == {1, 2}
-    assert len(compiled) == 2, "one for both, and one that nobody wanted any more"
+    assert len(compiled) == 2, "one for both, and one that no request needs any more"
     for number in (1, 2):
         text = bytes(t for o in outputs if o.request_id == number for t in o.tokens if t < 256)
         assert text == b"abc"
@@ -138,7 +138,7 @@ def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
     loop.handle(UnloadLora(2, AdapterName("a")))
     loop.handle(submit(3, "abc", "a"))
     [late] = run(loop, ended(3))
-    assert late.error_kind is ErrorKind.NOT_FOUND, "this one came behind it"
+    assert late.error_kind is ErrorKind.NOT_FOUND, "this one came after it"
     [reply] = loop.take_replies()
     assert reply.num_requests == 2
     loop.handle(Abort([RequestId(2)]))
@@ -151,7 +151,7 @@ def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
         loop.step()
     registry = loop._scheduler.adapters.registry
     assert not registry.open_holds
-    assert not registry.contents, "it was unloaded, and nobody holds it any more"
+    assert not registry.contents, "it was unloaded, and no request holds it any more"
     assert not loop.preparation.waiting
 
 

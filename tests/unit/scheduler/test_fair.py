@@ -116,7 +116,7 @@ def test_l08_who_ran_alone_for_long_takes_turns_with_200_newcomers(seed: int) ->
     first = min(order.index(number) for number in (*more, *asked.values()))
     for turn, place in enumerate(places):
         # One turn more for the tokens that it was still given when the others had come.
-        assert place - first <= (turn + 2) * 201, "it waited for more than everybody's turn"
+        assert place - first <= (turn + 2) * 201, "it waited for more than one turn of all tenants"
 
 
 @pytest.mark.parametrize("seed", range(4))

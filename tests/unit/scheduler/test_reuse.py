@@ -329,7 +329,7 @@ def test_t09_a_prefix_on_the_host_is_loaded_once_for_all_who_want_it(backwards: 
         for request in batch:
             counted.engine.loop.handle(request)
         counted.engine.step()
-    assert counted.engine.scheduler.stats().num_waiting == 5, "somebody did not wait"
+    assert counted.engine.scheduler.stats().num_waiting == 5, "a request did not wait"
     assert set(counted.loaded(Tier.HOST)) == {1}
     counted.finish(requests)
     found = [counted.engine.last(10 + number).num_cached_tokens for number in range(5)]

@@ -22,7 +22,7 @@ def test_h12_clients_in_rounds_find_what_the_best_policy_finds_with_half_the_sta
         missed = sum(found.missed_tokens.values())
         num_prompt = lay_out(TRACE, 16).num_prompt_tokens
         lost = num_prompt * (1 - found.hit_rate) - missed
-        assert 0 <= lost <= 16 * len(TRACE), "a prompt's last page is nobody's loss"
+        assert 0 <= lost <= 16 * len(TRACE), "a prompt's last page is no loss"
     assert half.hit_rate >= 0.98 * half.endless
 
 

@@ -92,7 +92,7 @@ def test_what_was_not_ready_is_locked_when_it_is_full_and_used_again() -> None:
     assert locked == [(at, PIECE), (small.data_ptr(), PIECE // 2)]
     del taken, second, small
     third = memory(PIECE)
-    assert (third.data_ptr(), len(memory._spares)) == (at, 0), "the small one serves nobody else"
+    assert (third.data_ptr(), len(memory._spares)) == (at, 0), "the small one is not used again"
     memory.lock(third)
     assert len(locked) == 2
     memory.close()

@@ -81,7 +81,8 @@ def run_http(workload: HttpWorkload, engine: dict[str, Any]) -> dict[str, Any]:
     cores = Cores.divided() if workload.is_pinned else None
     with started_server(engine) as server, contextlib.closing(_Engine(engine)) as own:
         if cores is not None:
-            put_on(server.pid, cores.rest)
+            if server.http_pid is not None:
+                put_on(server.http_pid, cores.rest)
             if server.engine_pid is not None:
                 put_on(server.engine_pid, cores.engine)
         for count in workload.streams:
@@ -93,21 +94,42 @@ def run_http(workload: HttpWorkload, engine: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
+    """A server: a supervisor, its child that answers HTTP, and that one's child, the engine."""
+
     url: str
     pid: int
+    """Of the supervisor."""
+
+    @property
+    def http_pid(self) -> int | None:
+        """The process that answers HTTP; None where the system does not say."""
+        return next(iter(_children_of(self.pid)), None)
 
     @property
     def engine_pid(self) -> int | None:
         """The engine's process; None where the system does not say."""
-        try:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        except OSError:
-            return None
-        return int(children[0]) if len(children) == 1 else None
+        engines = (pid for pid in _children_of(self.http_pid) if "engine.process" in _command(pid))
+        return next(engines, None)
 
     def processor_s(self) -> tuple[float | None, float | None]:
-        """Of the process that talks HTTP and of the engine's, so far."""
-        return processor_s_of(self.pid), processor_s_of(self.engine_pid)
+        """Of the process that answers HTTP and of the engine's, so far."""
+        return processor_s_of(self.http_pid), processor_s_of(self.engine_pid)
+
+
+def _children_of(pid: int | None) -> list[int]:
+    """Of all its threads; none where the system does not say."""
+    try:
+        listed = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [int(child) for children in listed for child in children.split()]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def processor_s_of(pid: int | None) -> float | None:

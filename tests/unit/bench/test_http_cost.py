@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.bench.cores import Cores
-from manyroots.bench.http_cost import _most_open
+from manyroots.bench.http_cost import _most_open, started_server
 from manyroots.cli.main import main
 from manyroots.errors import ConfigError
 from tests.helpers.tiny_adapters import TinyAdapters
@@ -41,6 +41,20 @@ def test_both_ways_give_every_token_and_the_ratio_is_theirs(tmp_path: Path) -> N
             ("added_on_one_core", served + http),
         ):
             assert case[name]["samples"][0] == pytest.approx(taken / engine - 1, rel=0.02, abs=0.01)
+
+
+def test_the_process_that_answers_and_its_engine_are_measured(tmp_path: Path) -> None:
+    """Not the supervisor, which does nothing."""
+    model = TinyAdapters(tmp_path / "tiny").model
+    settings = {
+        "model": str(model), "dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64
+    }  # fmt: skip
+    with started_server(settings) as server:
+        pids = server.pid, server.http_pid, server.engine_pid
+        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
+        assert len(set(pids)) == 3
+        assert ["engine.process" in command for command in commands] == [False, False, True]
+        assert all(taken is not None and taken > 0 for taken in server.processor_s())
 
 
 def test_one_core_can_not_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:

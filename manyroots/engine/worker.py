@@ -338,7 +338,7 @@ def _fast_on(chip: Chip, own: object, quantization: str) -> tuple[torch.dtype, s
         said = _name(own) if isinstance(own, torch.dtype) else "nothing of a dtype"
         return torch.float32, f"the checkpoint's config says {said}, not bfloat16"
     if chip.bf16_products is None:
-        return torch.float32, f"this CPU ({chip.name}) has no fast products of bfloat16"
+        return torch.float32, f"this CPU ({chip.name}) has no fast matrix products in bfloat16"
     return own, f"this CPU ({chip.name}) has {chip.bf16_products} and the checkpoint is bfloat16"
 
 

@@ -49,7 +49,7 @@ VOCAB = 97
 PAGE_SIZE = 4
 MAX_LEN = 48
 MOST_SLOTS = 256
-"""Where no cap is set."""
+"""If no cap is set."""
 BLOCK_BYTES = 4096
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
@@ -89,7 +89,7 @@ class Watched:
         """None: on its way to the host alone."""
         self._launched: list[Future[StepResult]] = []
         self.num_adapters: Counter[int] = Counter()
-        """How many steps computed with how many adapters."""
+        """The number of steps by their number of adapters."""
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         for done in [step for step in self._launched if step.done()]:
@@ -114,7 +114,7 @@ class Watched:
 
 
 class AdapterEngine:
-    """One engine and what it has said. `step` audits."""
+    """One engine and its outputs. `step` audits."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class AdapterEngine:
         records_events: bool = False,
         adapter_quantum_steps: int | None = None,
     ) -> None:
-        """`names` are known from the start: name and content. `num_blocks`: of memory that adapters
-        share, as with --max-loras auto, in the place of `max_loras`."""
+        """`names` are known from the start: name and content. `num_blocks`: blocks of memory that
+        adapters share, as with --max-loras auto, instead of `max_loras`."""
         max_loras = max_loras if num_blocks is None else 0
         modules = tuple(LoraModule(name, world.path(at)) for name, at in (names or {}).items())
         lora = LoraSettings(
@@ -195,7 +195,7 @@ class AdapterEngine:
         sampling: SamplingParams = GREEDY,
         salt: str | None = None,
     ) -> None:
-        """The request's number is its seed, too."""
+        """The request's number is also its seed."""
         name = None if adapter is None else AdapterName(adapter)
         seed = number if sampling.seed is None else sampling.seed
         self.loop.handle(Submit(RequestId(number), list(prompt), salt, sampling, seed, (), name))
@@ -204,7 +204,7 @@ class AdapterEngine:
         self.loop.handle(Abort([RequestId(number) for number in numbers]))
 
     def load(self, name: str, content: str, *, in_place: bool = False) -> int:
-        """Gives the number that the reply will have."""
+        """Returns the operation number of the reply."""
         self._num_ops += 1
         path = self.world.path(content)
         self.loop.handle(LoadLora(self._num_ops, AdapterName(name), path, in_place=in_place))
@@ -223,8 +223,8 @@ class AdapterEngine:
         audit_adapters(self.residency)
 
     def run(self, *, max_steps: int = 5000) -> None:
-        """Until nothing is left to do and nothing is being read. Steps beside loads don't count:
-        how many there are is this machine's affair."""
+        """Step until nothing is left to do and nothing is being read. Steps beside loads don't
+        count: their number depends on this machine's speed."""
         deadline, num_steps = time.monotonic() + PATIENCE_S, 0
         while self.loop.has_work or self.loop.is_reading:
             is_over = num_steps >= max_steps or time.monotonic() > deadline
@@ -235,8 +235,8 @@ class AdapterEngine:
             self.step()
 
     def run_with_quick_loads(self) -> None:
-        """As `run`, each load done before the next step: what runs together depends on nothing but
-        what was asked."""
+        """As `run`, but each load ends before the next step: which requests run together depends
+        only on what was asked."""
         while self.loop.has_work or self.loop.is_reading:
             if not self.loop.has_work:
                 self.loop.wait_for_read()
@@ -244,14 +244,15 @@ class AdapterEngine:
             self.finish_loads()
 
     def finish_loads(self) -> None:
-        """Wait for adapters on their way, so that steps are not counted by this machine's speed."""
+        """Wait for adapters that are loading, so that the number of steps does not depend on this
+        machine."""
         self._launcher.submit(int).result(PATIENCE_S)  # All that was launched has begun.
         loader = self.loader
         with loader._changed:
             assert loader._changed.wait_for(lambda: not loader._num_under_way, PATIENCE_S)
 
     def answer(self, number: int, prompt: Sequence[int], adapter: str | None = None) -> list[int]:
-        """Greedy tokens of a request, waited for."""
+        """Run a request to its end; returns its greedy tokens."""
         self.submit(number, prompt, adapter)
         self.run()
         return self.tokens(number)
@@ -260,7 +261,7 @@ class AdapterEngine:
         return [token for output in self.outputs.get(number, []) for token in output.tokens]
 
     def last(self, number: int) -> Output | None:
-        """The newest news of a request."""
+        """The latest output of a request."""
         return self.outputs[number][-1] if number in self.outputs else None
 
     def is_over(self, number: int) -> bool:

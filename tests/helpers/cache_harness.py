@@ -37,7 +37,7 @@ ADAPTER_A = Namespace(adapter=AdapterDigest(b"a" * 32), salt=None)
 ADAPTER_B = Namespace(adapter=AdapterDigest(b"b" * 32), salt=None)
 
 Path = tuple[tuple[Owner, bytes], ...]
-"""A page and all before it: whose it is, and its tokens."""
+"""A page and all before it: the owner and the tokens of each."""
 Content = tuple[int | None, ...]
 """What a unit holds: a digest per token of a page, or one for a state."""
 
@@ -100,7 +100,8 @@ def content_of(path: Path, family: Family) -> Content:
 
 
 def resident(cache: PrefixCache) -> dict[tuple[int, Path], int]:
-    """(plane, page) -> unit, for all that can be found. The one place here that reads the tree."""
+    """(plane, page) -> unit, for everything that the index finds. Only this function reads the
+    tree."""
     page_bytes = cache.page_size * 4
     paths: dict[int, Path] = {id(cache.index.tree.root): ()}
     found: dict[tuple[int, Path], int] = {}
@@ -160,7 +161,7 @@ class Sequence:
     num_prompt: int
     lease: Lease | None
     num_computed: int
-    """Counting steps that are planned."""
+    """The number of computed tokens, planned steps included."""
     num_committed: int
     num_pending: int = 0
     num_in_flight: int = 0
@@ -217,7 +218,7 @@ class CacheHarness:
         return Sequence(key, list(tokens), len(tokens), lease, found, found)
 
     def plan(self, *sequences: Sequence, most: int = 1000) -> Step:
-        """Plan the next `most` tokens of each, as far as there is room, and launch that."""
+        """Plan and launch the next `most` tokens of each, as far as there is room."""
         step = Step(StepId(self.next_step))
         self.next_step += 1
         for sequence in sequences:
@@ -270,7 +271,7 @@ class CacheHarness:
         return step
 
     def _check_drafts(self, part: Part) -> None:
-        """Take those drafts that are what the model says, up to the first that is not."""
+        """Accept drafts up to the first that differs from the model's choice."""
         sequence = part.sequence
         while part.drafts and part.drafts[0] == self.next_token(sequence):
             sequence.tokens.append(part.drafts.pop(0))
@@ -308,7 +309,7 @@ class CacheHarness:
         return step
 
     def fail(self) -> list[Sequence]:
-        """No launched step succeeds; gives the requests that fail with them."""
+        """All launched steps fail; returns the requests that fail with them."""
         failed: dict[int, Sequence] = {}
         for step in self.steps:
             self._begin_copies(step, is_after_model=False)
@@ -343,7 +344,7 @@ class CacheHarness:
         return sequence
 
     def serve(self, key: PrefixKey, tokens: list[int], *, max_output: int = 0) -> int:
-        """Run a request to its end; gives how many of its tokens were found."""
+        """Run a request to its end; returns how many of its tokens were found."""
         sequence = self.run(key, tokens, max_output=max_output)
         found = sequence.held.num_cached_tokens
         self.end(sequence)
@@ -357,7 +358,7 @@ class CacheHarness:
     # Copies
 
     def take_copies(self) -> list[Copy]:
-        """Start the copies that wait to be sent, without a step."""
+        """Start the queued copies without a step."""
         assert not self.steps
         step = Step(StepId(0), copies=self.cache.take_copies())
         before = set(self.under_way)
@@ -368,7 +369,7 @@ class CacheHarness:
     def acknowledge(
         self, copy: Copy, arrived: list[bool] | None = None, error: str | None = None
     ) -> None:
-        """A copy ends: whole, or only where `arrived` says so, or not at all, with an error."""
+        """End a copy: whole, only where `arrived` says so, or not at all, with an error."""
         copy, contents = self.under_way.pop(copy.copy_id)
         good = [content != () for content in contents]
         if arrived is not None:
@@ -378,19 +379,19 @@ class CacheHarness:
         for place, (content, is_good) in enumerate(zip(contents, good, strict=True)):
             if is_good:
                 self._write_copy(copy, place, content)
-            elif copy.target is not Tier.STORAGE:  # torn: nothing that can be relied on
+            elif copy.target is not Tier.STORAGE:  # torn: the content is undefined
                 self.memory.pop((copy.family, copy.target, int(copy.target_units[place])), None)
         self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_), error))
 
     def settle_all_but(self, slow: Copy) -> None:
-        """All copies end well but this one, which stays under way."""
+        """All copies but this one succeed; it stays in progress."""
         self.take_copies()
         for copy, _ in list(self.under_way.values()):
             if copy.copy_id != slow.copy_id:
                 self.acknowledge(copy)
 
     def settle(self) -> None:
-        """All copies end well, and those that they lead to."""
+        """All copies succeed, and those that follow from them."""
         self.take_copies()
         while self.under_way:
             for copy, _ in list(self.under_way.values()):

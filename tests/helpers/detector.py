@@ -1,16 +1,15 @@
 """Fast tests of the decide half with a fault planted, ended by the first that fails.
 
 `python -m tests.helpers.detector --jobs N [TEXT]` plants each fault that names no tests of its own
-(those
-whose name has the text), each in a process of its own that is forked from this one: what every one
-of them imports is imported once. A fault is planted as its module is imported; no file changes. One
-line for each: what noticed it, or nothing. In the end what noticed a fault is run without any.
+(with a text, those whose name has it). Each runs in a process forked from this one, so that common
+imports happen once. A fault is planted as its module is imported; no file changes. Prints a line
+for each: what noticed it, or nothing. In the end the checks that noticed a fault run without any.
 
-`noticed_once.json` says what noticed a fault once, which is tried first; where it no longer does,
-all is tried. `--remember` writes it anew.
+`noticed_once.json` records what noticed a fault once. That check runs first; if it no longer
+notices the fault, all checks run. `--remember` writes the file anew.
 
-A fault may keep the tests from ending. What ends them then is a limit on processor time, which
-does not depend on what else the machine does.
+A fault may keep the tests from ending. A limit on processor time then ends them, which does not
+depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -67,25 +66,25 @@ NEAR = {
     "scheduler/slices.py": ["scheduler/test_adapters.py", "scheduler/test_slices.py"],
     "scheduler/victims.py": ["scheduler"],
 }
-"""Where to look first, to be done sooner; all are looked at in the end."""
+"""Tests to run first, because they are likely to notice the fault; all run in the end."""
 LEFT_OUT = ("tests/unit/scheduler/test_hash_seeds.py",)
-"""Tests that start processes of their own, in which nothing would be planted."""
+"""Tests that start processes of their own, in which no fault would be planted."""
 PLUGINS_LEFT_OUT = ("cacheprovider", "hypothesispytest", "unraisableexception", "xdist")
 """Not needed, and slow to start or end."""
 NUM_SEEDS = 24
 NUM_QUICK = 6
-"""So many seeds come before the unit tests: they notice most faults soonest."""
+"""This many seeds run before the unit tests: they notice most faults soonest."""
 MOST_STEPS = 1000
 """A request that a fault keeps waiting for ever is given up sooner here."""
 CPU_LIMIT_S = 120
-"""Several times what all of it takes where nothing is wrong."""
+"""Several times the time of all checks without a fault."""
 HINTS = Path(__file__).parent / "noticed_once.json"
 SEED = "seed "
 NEVER_ENDS = "it never ends"
 
 
 class _Planted(SourceFileLoader):
-    """Loads a module with a fault in it, and never from what was compiled without."""
+    """Loads a module with a fault in it, never from a file compiled without it."""
 
     mutation: Mutation
 
@@ -137,8 +136,8 @@ def hints() -> dict[str, str]:
 
 
 def try_again(check: str | None) -> str | None:
-    """What noticed the fault once does so again, most of the time. A check that is gone says
-    nothing."""
+    """Run what noticed the fault once: it mostly does so again. A check that no longer exists is
+    ignored."""
     if check is None:
         return None
     if check.startswith(SEED):
@@ -149,7 +148,7 @@ def try_again(check: str | None) -> str | None:
 
 
 def detect_nothing(checks: list[str]) -> str | None:
-    """What fails without any fault, of what noticed one."""
+    """The checks that noticed a fault and also fail without one."""
     seeds = sorted({int(each.removeprefix(SEED)) for each in checks if each.startswith(SEED)})
     tests = sorted({each for each in checks if each.startswith("tests/")})
     return try_seeds(seeds) or (try_unit_tests(tests) if tests else None)
@@ -241,7 +240,7 @@ def detect_all(mutations: list[Mutation], jobs: int) -> Iterator[tuple[str, str 
 
 
 def check_without_faults(noticed: Iterable[str | None]) -> None:
-    """What noticed a fault passes without: else it says nothing of the fault."""
+    """A check that noticed a fault must pass without it; otherwise it shows nothing."""
     checks = [each for each in noticed if each is not None]
     if NEVER_ENDS in checks:
         checks += [*UNIT_TESTS, *(f"{SEED}{seed}" for seed in range(NUM_SEEDS))]
@@ -257,7 +256,7 @@ def main() -> int:
     parser.add_argument("--remember", action="store_true", help="what notices which, for next time")
     given = parser.parse_args()
     chosen = [m for m in MUTATIONS if given.text in m.name and not m.noticed_by]
-    gc.freeze()  # what was imported before the forks is not gone through again in each
+    gc.freeze()  # the garbage collector need not scan earlier imports in each fork
     outcomes = dict(detect_all(chosen, given.jobs))
     check_without_faults(outcomes.values())
     if given.remember:

@@ -1,7 +1,7 @@
-"""What the tests need of a machine, looked at before they run: `python -m tests.helpers.machine`.
+"""Checks what the tests need of a machine, before they run: `python -m tests.helpers.machine`.
 
-Takes nothing; fetches the two models if they are not there, and gives a line for each thing that is
-missing, with its remedy. A run that would fail for it twenty minutes later does not begin.
+Fetches the two models if they are missing. Prints a line for each thing that is missing, with its
+remedy, so that a run does not fail for it twenty minutes later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyroots.errors import ModelError
 from manyroots.models.packaged import PACKAGED, cache_folder, packaged_model_path
 
 ROOM_GIB = 0.5
-"""The least that folders of a run take: small models, adapters, copies of the package."""
+"""The least space that the folders of a run take: small models, adapters, copies of the package."""
 ROOT = Path(__file__).parents[2]
 
 

@@ -82,7 +82,7 @@ ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
 MUTATIONS: tuple[Mutation, ...] = (
-    # Configs and adapters of strangers
+    # Foreign configs and adapters
     Mutation(
         "models/fields.py",
         "lambda value: value is True,\n",
@@ -1168,7 +1168,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if count > pool.num_free:\n            self._evictors[host.index].evict",
         "the host loses pages with room to spare",
     ),
-    # Promises whose own tests once passed over the fault, each named with the test that sees it
+    # Promises whose tests once missed the fault, each with the test that notices it
     Mutation(
         "cache/holding.py",
         "tree, max_pages = self._tree, (len(tokens) - 1) // self._page_size",
@@ -2307,7 +2307,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a retracted request ends its answer with other weights",
         ("unit/scheduler/test_scheduler.py::test_g06_who_was_retracted_has_begun",),
     ),
-    # What strangers bring
+    # Foreign files
     Mutation(
         "models/qwen3_5.py",
         "shared_experts(reader, renormalises=True)",
@@ -2414,7 +2414,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a grammar that can't be compiled keeps its request's adapter for good",
         (f"{GRAMMARS}test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter",),
     ),
-    # What the tests of a row once missed
+    # What the tests of a ledger row once missed
     Mutation(
         "scheduler/admission.py",
         "while len(claimed) < (num_free or 1) and",

@@ -1,7 +1,7 @@
 """How long tests wait, and how they measure: the load of the machine must not decide (R06).
 
-What must happen is waited for with `PATIENCE_S`, which only a wrong program uses up. What must be
-quick is measured in processor time, in counts, or beside a yardstick taken at the same moment.
+Tests wait for what must happen with `PATIENCE_S`, which only a wrong program uses up. They measure
+what must be quick in processor time, in counts, or beside a yardstick taken at the same moment.
 """
 
 from __future__ import annotations

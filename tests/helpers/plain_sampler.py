@@ -21,7 +21,7 @@ from manyroots.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class PlainRow:
-    """A row's own affairs: all that its token may depend on."""
+    """All that a row's token may depend on."""
 
     logits: list[float]
     params: SamplingParams

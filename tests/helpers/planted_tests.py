@@ -1,14 +1,14 @@
 """Named tests with a fault planted, each fault in a process forked from one that is warm.
 
-`python -m tests.helpers.planted_tests [TEXT]`, run in a copy of the package and its tests, plants
-each fault that names tests (those whose name has the text) in the copy's file and runs these tests,
-each up to its first case that fails. With a text, it runs those cases without any fault in the end;
-of all of them the suite does that.
+`python -m tests.helpers.planted_tests [TEXT]` runs in a copy of the package and its tests. It
+plants each fault that names tests (with a text, those whose name has it) in the copy's file. It
+runs these tests, each up to its first case that fails. With a text, it runs those cases without any
+fault in the end; without one, the suite does that.
 
-What takes most of a test process's start is imported once, before the forks; of the package itself
-nothing is, so each process reads the file as it then is, and so do tests that read the source or
-start processes. It is compiled once, and what was compiled is known by the text that it was made
-of. Each line printed is JSON: the fault's name (null without), and how each case ended.
+The slow imports of a test process happen once, before the forks. The package itself is not imported
+then, so each process reads the file as it is at that time, and so do tests that read the source or
+start processes. Compiled files are keyed by the text of their source. Each line printed is JSON:
+the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM = (
     "llguidance.numpy", "jsonschema", "prometheus_client", "starlette.applications", "execnet",
     "xml.dom.minidom", "_pytest.junitxml",
 )  # fmt: skip
-"""What is not there, or is not needed, costs nothing but time."""
+"""A module that is missing or not needed costs only time."""
 
 
 class _Outcomes:
@@ -77,12 +77,12 @@ def warm_up() -> None:
             continue
     loaded = [name for name in sys.modules if name.startswith("manyroots")]
     assert not loaded, f"too late to plant: {loaded}"
-    gc.freeze()  # it is not gone through again in each process
+    gc.freeze()  # the garbage collector need not scan them in each process
 
 
 def outcomes(nodes: Iterable[str]) -> dict[str, str]:
     """How each of these tests ends in a process forked for them."""
-    # What a process leaves that ends at once, or with a fault, goes with the folder.
+    # A process that ends early, or with a fault, leaves files; they go with the folder.
     with (
         tempfile.TemporaryDirectory(prefix="mr-") as home,
         tempfile.NamedTemporaryFile("r") as told,
@@ -115,7 +115,7 @@ def tell(name: str | None, found: dict[str, str]) -> None:
 def main() -> int:
     text = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
-    sys.dont_write_bytecode = True  # of a file with a fault, nothing compiled may remain
+    sys.dont_write_bytecode = True  # no compiled file of a planted fault may remain
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     warm_up()
     for folder in ("manyroots", "tests"):
@@ -127,7 +127,7 @@ def main() -> int:
         whole = path.read_text()
         try:
             path.write_text(mutation.applied_to(whole))
-        except LookupError:  # told by a test of its own; the others can be planted
+        except LookupError:  # another test reports it; the other faults can be planted
             tell(mutation.name, {})
             continue
         ended = outcomes(mutation.noticed_by)

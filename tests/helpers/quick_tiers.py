@@ -1,8 +1,8 @@
-"""Tiers that are worth their time whatever this machine's clock says (R06).
+"""Makes tiers worth their time whatever this machine's clock says (R06).
 
-An engine leaves a tier alone that it measured to be slower than computing (T05), and goes on
-without storage that has not answered in time. On a busy machine either happens now and then, and
-a test that counts what was loaded would fail for it.
+An engine does not use a tier that it measured to be slower than computing (T05), and continues
+without storage that has not answered in time. On a busy machine either happens now and then, and a
+test that counts loaded pages would fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.helpers.patience import PATIENCE_S
 
 @contextmanager
 def worth_loading() -> Iterator[None]:
-    """What a tier has is loaded, however long that took before."""
+    """Always load what a tier has, however long that took before."""
     with (
         mock.patch.object(Costs, "is_worth_loading", return_value=True),
         mock.patch.object(Costs, "is_worth_fetching", return_value=True),
@@ -32,7 +32,7 @@ def worth_loading() -> Iterator[None]:
 
 @contextmanager
 def quick_tiers() -> Iterator[None]:
-    """And storage is waited for."""
+    """The same, and always wait for storage."""
 
     def patient(backend: Backend, timeout_s: float, rank: int, num_ranks: int) -> UnitStorage:
         return UnitStorage(backend, PATIENCE_S, rank, num_ranks)

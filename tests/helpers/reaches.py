@@ -1,5 +1,5 @@
-"""What a test leads to, read from the sources: every definition that its code, its fixtures and
-the helpers of these name.
+"""Finds what a test reaches, read from the sources: every definition that its code, its fixtures
+and their helpers name.
 
 Names are resolved as Python and pytest resolve them: definitions and imports of a file, attributes
 of imported modules, fixtures of the file and of each `conftest.py` above it. Code in strings and
@@ -97,7 +97,7 @@ class Sources:
         return ".".join([self._root.name, *parts])
 
     def reached(self, file: str, test: str) -> set[str]:
-        """Dotted names of all that a test leads to, in the tests and outside of them."""
+        """Dotted names of all that a test reaches, in the tests and outside of them."""
         module = self._module(file)
         left: list[Definition | str] = [(module, test)]
         for home in self._homes(module):
@@ -111,7 +111,7 @@ class Sources:
         return {name if isinstance(name, str) else ".".join(name) for name in seen}
 
     def _homes(self, module: str) -> Iterator[Source]:
-        """Where fixtures of a file are looked for: there, then in each conftest above it."""
+        """Files that are searched for a file's fixtures: itself, then each conftest above it."""
         yield self._by_module[module]
         parts = module.split(".")
         for length in range(len(parts) - 1, 0, -1):

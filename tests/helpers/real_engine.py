@@ -1,4 +1,4 @@
-"""A whole engine around a tiny model, watched: what is decided, and the bytes that come of it.
+"""A whole engine around a tiny model, observed: its decisions, and the bytes that they produce.
 
 `RealEngine` is the engine as it is built for serving, on a CPU, audited after every step; it keeps
 its plans and the cache's events. `check_units` compares every unit that can be found, on the
@@ -68,8 +68,8 @@ def text(seed: int, count: int) -> list[int]:
 MODULES = (*ATTENTION, *BLOCK, *RECURRENT)
 ADAPTERS = {name: Recipe(rank=4, modules=MODULES, seed=i) for i, name in enumerate("abc", start=1)}
 ROUNDING = 10
-"""Times what one computation may be off: states and pages of many chunks rest on each other, and
-what is of other tokens or weights is off by as much as it is large."""
+"""Factor on the error of one computation: errors of chunked states and pages add up. Values of
+wrong tokens or weights are off by as much as they are large."""
 Numbers = npt.NDArray[np.float32]
 Units = list[Numbers | None]
 """Of one page, by family; None where a family keeps nothing of it."""
@@ -136,7 +136,7 @@ class RealWorld:
 
 @dataclass
 class Said:
-    """What came of one request."""
+    """The outcome of one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
@@ -144,7 +144,7 @@ class Said:
     reason: FinishReason | None = None
     error: str | None = None
     first_step: int | None = None
-    """How many steps had been taken when its first token came."""
+    """The number of steps before its first token."""
 
 
 class _Kept:
@@ -162,7 +162,7 @@ class _Kept:
 
 
 class RealEngine:
-    """One engine, and what it has said."""
+    """One engine and its outputs."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class RealEngine:
         self.loop = build_engine(engine_settings(given), watch).loop
         self.scheduler: Any = self.loop._scheduler
         self.cache: PrefixCache = self.scheduler._cache
-        # Whether a load is worth its time must not depend on this machine's.
+        # Whether a load is worth its time must not depend on this machine's speed.
         costs: Any = self.cache.costs
         costs.is_worth_loading = costs.is_worth_fetching = lambda *_: True
         self._keep_events()
@@ -235,7 +235,7 @@ class RealEngine:
         return number
 
     def ask(self, prompt: list[int], adapter: str | None = None, **more: Any) -> Said:
-        """Alone, waited for."""
+        """Run one request alone, to its end."""
         number = self.submit(prompt, adapter, **more)
         self.run()
         said = self.said[number]
@@ -306,15 +306,16 @@ class RealEngine:
             self.scheduler._memory.audit()
 
     def finish_loads(self) -> None:
-        """Wait for adapters on their way, so that steps are not counted by this machine's speed."""
+        """Wait for adapters that are loading, so that the number of steps does not depend on this
+        machine."""
         self.runner._thread.submit(int).result(PATIENCE_S)  # All that was launched has begun.
         loader = self.runner._mover._adapters
         with loader._changed:
             assert loader._changed.wait_for(lambda: not loader._num_under_way, PATIENCE_S)
 
     def run(self, *, max_steps: int = 5000) -> None:
-        """Until nothing is left to do. Steps beside loads and copies don't count: how many there
-        are is this machine's affair."""
+        """Step until nothing is left to do. Steps beside loads and copies don't count: their number
+        depends on this machine's speed."""
         deadline, num_steps = time.monotonic() + PATIENCE_S, 0
         while self.loop.has_work or self.loop.is_reading:
             is_over = num_steps >= max_steps or time.monotonic() > deadline
@@ -362,11 +363,11 @@ class RealEngine:
         return [plane.num_free for plane in self.cache.stats().planes]
 
     def check_units(self) -> int:
-        """Every unit that can be found on the device and the host has the numbers of its tokens and
-        weights; gives how many. Only while nothing runs."""
+        """Check that every unit found on the device and the host has the numbers of its tokens and
+        weights; returns how many. Only while nothing runs."""
         assert not self.loop.has_work
         found = resident(self.cache)
-        # The longest first: what is computed for them has all that they begin with.
+        # The longest first: their cold computation includes all of their prefixes.
         for (plane, path), unit in sorted(found.items(), key=lambda item: -len(item[0][1])):
             family = self.cache.layout.planes[plane].family_index
             self._compare(self.unit(plane, unit), self.world.cold_unit(path, family), plane, path)
@@ -381,7 +382,7 @@ class RealEngine:
         )
 
     def check_storage(self, values: dict[bytes, bytes]) -> int:
-        """The same of what storage has, by what the events say of each hash."""
+        """The same for storage, by what the events say of each hash."""
         paths = paths_of(self.events)
         num_families = len(self.cache.layout.device)
         num_found = 0
@@ -416,7 +417,7 @@ def paths_of(events: Iterable[CacheEvent]) -> dict[bytes, PagePath]:
 
 
 def events_to(folder: Path) -> str:
-    """A setting that has events published below a folder, to be replayed from `folder/r`."""
+    """A setting that publishes events below a folder, with replay from `folder/r`."""
     return json.dumps({
         "enable_kv_cache_events": True, "endpoint": f"ipc://{folder}/e",
         "replay_endpoint": f"ipc://{folder}/r",

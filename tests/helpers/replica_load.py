@@ -30,7 +30,7 @@ class Asked:
 
 
 class StreamLoad:
-    """So many callers, each with one stream at a time, until the block ends."""
+    """This many callers, each with one stream at a time, until the block ends."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class StreamLoad:
         self._pool.shutdown()
 
     def wait_for_more(self, number: int) -> None:
-        """Until so many more requests have been answered whole."""
+        """Wait until this many more requests have been answered completely."""
         goal, deadline = self.counts["whole"] + number, time.monotonic() + PATIENCE_S
         while self.counts["whole"] < goal:
             assert time.monotonic() < deadline, (self.counts, self.wrong[:3])

@@ -49,7 +49,7 @@ class FaultyS3:
     fault: str = ""
     """Of every request from now on: `status500`, `slow`, `truncated` or `hangup`."""
     num_faults: int = 0
-    """Requests that met it."""
+    """Requests that had the fault."""
 
     @property
     def env(self) -> dict[str, str]:

@@ -262,7 +262,14 @@ class Evictor:
         """The queue whose head goes next, and the most units to take from it."""
         others, kept = self._head(self._others), self._head(self._kept)
         while others is None and kept is None and self._marked:
-            self.end_mark(min(self._marked, key=lambda mark: (mark.priority, mark.serial)))
+            weakest = min(self._marked, key=lambda mark: (mark.priority, mark.serial))
+            if self._plane.tier is not Tier.HOST:
+                self.end_mark(weakest)
+            elif self._head(self._marked[weakest]) is not None:
+                # The device has these pages while their mark lasts: only the copy is lost.
+                return self._marked[weakest], count
+            else:
+                del self._marked[weakest]
             others, kept = self._head(self._others), self._head(self._kept)
         if kept is None:
             return self._others, count

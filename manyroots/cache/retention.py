@@ -6,11 +6,12 @@ window pages, saved states and host copies are kept alike. A mark ends
 
 - when its time is over (`pass_time`);
 - when its tenant's marks exceed the tenant's share of the pool: the weakest end first;
-- when nothing else can be evicted: the weakest end first.
+- when nothing else can be evicted on the device: the weakest end first.
 
-So a mark never keeps a request waiting, and a tenant that marks everything displaces its own marks
-alone. The weakest mark has the lowest priority and, among equals, is the oldest. A mark that has
-ended leaves its units where plain use puts them. O(log n) per mark.
+The host evicts copies of marked pages instead, since the device has these pages while their mark
+lasts. So a mark never keeps a request waiting, and a tenant that marks everything displaces its own
+marks alone. The weakest mark has the lowest priority and, among equals, is the oldest. A mark that
+has ended leaves its units where plain use puts them. O(log n) per mark.
 
 Storage is told of marks (`take_keeps`): when a mark is set, when marked pages are written, and when
 a mark ends before its time. Otherwise its end needs no word, because storage knows the time.

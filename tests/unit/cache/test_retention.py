@@ -151,3 +151,18 @@ def test_t13_copies_on_the_host_are_kept_as_well() -> None:
     host = served.cache.layout.host[0].index
     kept = [node for node in served.cache.index.tree.nodes() if node.is_marked]
     assert sum(node.counts[host] for node in kept) == 10
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_t13_a_small_host_tier_ends_no_mark(kind: str) -> None:
+    """It has no room for a copy of what is marked, and the device keeps that."""
+    served = Served(100, Eviction.LRU, FAMILIES[kind], num_host_pages=12)
+    weak, strong = served.fresh(10)[:-1], served.fresh(10)[:-1]
+    served.ask(served.after(weak, 1), retention=keep(10, priority=10))
+    served.ask(served.after(strong, 1), retention=keep(10, priority=90))
+    flood(served, 40)
+    assert (resumed(served, weak), resumed(served, strong)) == (10, 10)
+    assert served.cache.marks.num_pages == 20
+    served.cache.pass_time(60)
+    flood(served, 40)
+    assert (resumed(served, weak), resumed(served, strong)) == (0, 0)

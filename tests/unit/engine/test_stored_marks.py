@@ -25,7 +25,7 @@ MARKED, PLAIN = text(1, NUM_PAGES * PAGE + 1), text(2, NUM_PAGES * PAGE + 1)
 
 def start(world: RealWorld, **storage: Any) -> RealEngine:
     return RealEngine(
-        world, names=(), num_gpu_blocks_override=MAX_LEN // PAGE, num_host_pages=300,
+        world, names=(), num_gpu_blocks_override=MAX_LEN // PAGE, num_host_pages=14,
         max_num_seqs=4, **storage,
     )  # fmt: skip
 

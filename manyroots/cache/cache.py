@@ -362,7 +362,8 @@ class PrefixCache:
         del self.open_leases[lease.serial]
         if lease.checkpoints:
             self._end_checkpoints(lease, ending)
-        if lease.retention is not None and self._policies.reuse:
+        is_served = ending is not Ending.DROPPED  # a waiting request claims again at every step
+        if lease.retention is not None and is_served and self._policies.reuse:
             self.marks.keep(lease, lease.retention)
         self._holder.give_back(lease)
         for plane_index, duplicates in lease.duplicates:

@@ -10,6 +10,7 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.keys import PrefixKey
+from manyroots.cache.outcomes import Ending
 from manyroots.cache.policies import Eviction
 from manyroots.ids import Namespace
 from manyroots.messages import KeepRange, Retention
@@ -166,3 +167,14 @@ def test_t13_a_small_host_tier_ends_no_mark(kind: str) -> None:
     served.cache.pass_time(60)
     flood(served, 40)
     assert (resumed(served, weak), resumed(served, strong)) == (0, 0)
+
+
+def test_t13_a_request_that_never_starts_marks_nothing() -> None:
+    """It claims and gives back at every step while it waits: storage would hear of it each time."""
+    served = Served(40)
+    prompt = served.fresh(10)
+    served.ask(prompt)
+    for ending, num_marked in ((Ending.DROPPED, 0), (Ending.FINISHED, 9)):
+        lease = served.cache.claim(BASE, prompt, len(prompt), True, keep(9))
+        served.cache.release(lease, ending)
+        assert served.cache.marks.num_pages == num_marked

@@ -14,7 +14,7 @@ from manyroots.messages import KeepRange, Retention
 from manyroots.simulate.faults import NO_FAULTS
 from manyroots.simulate.presets import preset
 from manyroots.simulate.settings import SimulationSettings
-from manyroots.simulate.simulation import EngineSimulation
+from manyroots.simulate.simulation import EngineSimulation, simulate
 from manyroots.simulate.trace import EndsBy, Trace, TraceRequest
 from tests.helpers.real_engine import (
     MAX_LEN,
@@ -122,3 +122,18 @@ def test_t13_the_simulator_evicts_marked_traffic_in_the_order_of_the_engine(
     assert simulated(trace) == (found, gone)
     plain = tuple(replace(line, retention=None) for line in trace)
     assert simulated(plain)[1] != gone
+
+
+def test_t13_marks_beside_small_tiers_keep_no_request_waiting() -> None:
+    """T13: requests wait for room while marked pages go to a small host tier and to storage; every
+    step is audited, and all requests end."""
+    trace = tuple(
+        replace(line, arrival_s=line.arrival_s / 50, output_tokens=8) for line in marked_traffic()
+    )
+    for num_host_pages in (4, 10, 20):
+        settings = SimulationSettings(
+            block_size=PAGE, num_pages=26, max_num_batched_tokens=NUM_TOKENS,
+            max_num_seqs=NUM_SEQS, num_host_pages=num_host_pages, storage=True,
+        )  # fmt: skip
+        run = simulate(trace, settings, preset("round-numbers").costs, seed=0, audit=True)
+        assert len(run.records) == len(trace)

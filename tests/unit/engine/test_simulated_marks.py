@@ -132,7 +132,7 @@ def test_t13_marks_beside_small_tiers_keep_no_request_waiting() -> None:
     )
     for num_host_pages in (4, 10, 20):
         settings = SimulationSettings(
-            block_size=PAGE, num_pages=26, max_num_batched_tokens=NUM_TOKENS,
+            block_size=PAGE, num_pages=20, max_num_batched_tokens=NUM_TOKENS,
             max_num_seqs=NUM_SEQS, num_host_pages=num_host_pages, storage=True,
         )  # fmt: skip
         run = simulate(trace, settings, preset("round-numbers").costs, seed=0, audit=True)

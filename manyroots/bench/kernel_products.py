@@ -23,13 +23,13 @@ from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.fp8_rows import Fp8Rows, in_fp8
 from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
 from manyroots.kernels.packed import can_pack
-from manyroots.kernels.scaled import plain
+from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import AttentionSpec, DenseSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.formats import PLAIN, PackedFormat
+from manyroots.layers.weights.formats import PLAIN, PackedFormat, WeightFormat
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.spec import ModelSpec
 
@@ -82,6 +82,13 @@ def shapes_of(spec: ModelSpec) -> list[ProductShape]:
     return [*found, ProductShape("head", spec.hidden_size, (spec.vocab_size,), is_rounded=False)]
 
 
+class _RowsFormat(WeightFormat):
+    """By rows, as a GPU keeps them, also where its kernels run in the interpreter on a CPU."""
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Matrix:
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class Products:
     """What products are measured with."""
@@ -117,8 +124,9 @@ class Products:
         parts = {f"part{place}": size for place, size in enumerate(shape.parts)}
         found = []
         # As an engine keeps them: a CPU packs, or turns them where it can't; a GPU does neither.
-        packs = self.kernels.ask_nothing or can_pack(self.device, self.dtype)
-        kept = PackedFormat() if packs else PLAIN
+        kept = PackedFormat() if can_pack(self.device, self.dtype) else PLAIN
+        if self.kernels.ask_nothing:
+            kept = _RowsFormat()
         if self.is_fp8 and shape.is_rounded:
             kept = Fp8Format()
         context = replace(self.context(shape.in_features), format=kept)

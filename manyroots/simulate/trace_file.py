@@ -1,11 +1,12 @@
 """Trace files: one JSON object per line.
 
     {"arrival": 0.5, "prompt": [["system", 300], ["question-1", 40]], "adapter": "legal",
-     "salt": "tenant-7", "output_tokens": 64, "n": 1, "reply": "answer-1", "ends_by": "stop"}
+     "salt": "tenant-7", "output_tokens": 64, "n": 1, "reply": "answer-1", "ends_by": "stop",
+     "retention": [{"until_token": 300, "priority": 50, "for_s": 600}]}
 
-`prompt` holds token ids or [segment, length] pairs. `salt`, `n`, `reply` and `ends_by` may be left
-out; `adapter` may not, so that the base model is never simulated by mistake. Whatever is wrong is
-refused with the file, the line and the field.
+`prompt` holds token ids or [segment, length] pairs. `salt`, `n`, `reply`, `ends_by` and `retention`
+may be left out; `adapter` may not, so that the base model is never simulated by mistake. Whatever
+is wrong is refused with the file, the line and the field.
 
 A file whose first line has `hash_ids` is in Mooncake's format (`mooncake.py`) from end to end, and
 one whose first line has `page_size` is a server's trace of its own traffic (`page_trace.py`).
@@ -16,11 +17,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from manyroots.errors import ConfigError
+from manyroots.engine.retention import SHARE, checked_ranges
+from manyroots.errors import ConfigError, RequestError
+from manyroots.messages import KeepRange, Retention
 from manyroots.sampling import MAX_CHOICES, MAX_TOKENS_LIMIT
 from manyroots.simulate.mooncake import is_mooncake, parse_mooncake
 from manyroots.simulate.page_trace import is_page_trace, page_values, parse_page_line
@@ -28,7 +32,8 @@ from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 MAX_TOKEN_ID = 2**31 - 1
 REQUIRED = ("arrival", "prompt", "adapter", "output_tokens")
-OPTIONAL = ("salt", "n", "reply", "ends_by")
+OPTIONAL = ("salt", "n", "reply", "ends_by", "retention")
+RANGE = ("until_token", "priority", "for_s")
 
 
 def read_trace(path: Path, *, num_requests: int | None = None, every: int = 1) -> Trace:
@@ -77,7 +82,7 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
 def format_line(line: TraceRequest) -> str:
     if line.whole:
         return json.dumps(page_values(line))
-    values = {
+    values: dict[str, Any] = {
         "arrival": line.arrival_s,
         "prompt": [
             [part.name, part.length] if isinstance(part, TraceSegment) else part
@@ -90,6 +95,8 @@ def format_line(line: TraceRequest) -> str:
         "reply": line.reply,
         "ends_by": line.ends_by.value,
     }
+    if line.retention is not None:
+        values["retention"] = [asdict(each) for each in line.retention.ranges]
     return json.dumps(values)
 
 
@@ -126,6 +133,7 @@ def parse_values(values: dict[str, Any], where: str) -> TraceRequest:
         n=_count(values.get("n", 1), "n", MAX_CHOICES, where),
         reply=_name(values.get("reply"), "reply", where),
         ends_by=_ends_by(values.get("ends_by", "length"), where),
+        retention=_retention(values.get("retention"), where),
     )
 
 
@@ -183,3 +191,29 @@ def _ends_by(value: Any, where: str) -> EndsBy:
     if value not in choices:
         raise ConfigError(f"{where}: ends_by is {value!r}; choose one of {', '.join(choices)}.")
     return EndsBy(value)
+
+
+def _retention(value: Any, where: str) -> Retention | None:
+    """As of a request without a key."""
+    if value is None:
+        return None
+    is_list = isinstance(value, list) and all(isinstance(each, dict) for each in value)
+    if not is_list or any("until_token" not in each for each in value):
+        raise ConfigError(
+            f"{where}: retention must be a list of objects with until_token, and perhaps priority "
+            "and for_s."
+        )
+    for each in value:
+        for name, number in each.items():
+            kinds = int | float if name == "for_s" else int
+            is_number = isinstance(number, kinds) and not isinstance(number, bool)
+            if name not in RANGE or not is_number:
+                raise ConfigError(
+                    f"{where}: {name!r} of retention is {number!r}; a range has the numbers "
+                    f"{', '.join(RANGE)}."
+                )
+    try:
+        ranges = checked_ranges([KeepRange(**each) for each in value])
+    except RequestError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return Retention(tuple(ranges), None, SHARE)

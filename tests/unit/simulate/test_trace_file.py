@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from manyroots.errors import ConfigError
+from manyroots.messages import KeepRange
 from manyroots.simulate.segments import segment_tokens
 from manyroots.simulate.synthetic import SYNTHETIC, synthetic_trace
 from manyroots.simulate.trace import EndsBy, TraceSegment
@@ -40,6 +41,15 @@ def test_fields_left_out_have_their_defaults() -> None:
     line = parse_line(json.dumps(GOOD), "t")
     assert (line.salt, line.n, line.reply, line.ends_by) == (None, 1, None, EndsBy.LENGTH)
     assert line.prompt_tokens().tolist() == [1, 2]
+
+
+def test_t13_marks_read_back_as_they_were_written(tmp_path: Path) -> None:
+    asked = [{"until_token": 32, "priority": 70, "for_s": 9.5}, {"until_token": 64}]
+    trace = (parse_line(json.dumps({**GOOD, "retention": asked}), "t"),)
+    assert trace[0].retention is not None
+    assert trace[0].retention.ranges == (KeepRange(32, 70, 9.5), KeepRange(64, 50, 300.0))
+    write_trace(tmp_path / "trace.jsonl", trace)
+    assert read_trace(tmp_path / "trace.jsonl") == trace
 
 
 def test_segments_are_put_together_to_a_prompt() -> None:
@@ -73,6 +83,11 @@ def test_segments_are_put_together_to_a_prompt() -> None:
         ({"ends_by": "eos"}, "ends_by is 'eos'"),
         ({"ends_by": []}, r"ends_by is \[\]"),
         ({"output": 4}, "unknown field 'output'"),
+        ({"retention": {"until_token": 4}}, "retention must be a list"),
+        ({"retention": [{"priority": 4}]}, "retention must be a list of objects with until_token"),
+        ({"retention": [{"until_token": 0}]}, r"retention\[0\].until_token is 0"),
+        ({"retention": [{"until_token": "4"}]}, "'until_token' of retention is '4'"),
+        ({"retention": [{"until_token": 4, "till": 3}]}, "'till' of retention is 3"),
     ],
 )
 def test_a_bad_field_is_named_with_its_line(

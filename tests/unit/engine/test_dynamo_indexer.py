@@ -24,8 +24,10 @@ pytest.importorskip("dynamo._core")
 
 PAGE_SIZE = 16
 TOKENS = np.arange(4 * PAGE_SIZE, dtype=np.int32)
-PIRATE, BUTLER = AdapterDigest(b"a" * 32), AdapterDigest(b"b" * 32)
-NAMES = {PIRATE: AdapterName("pirate"), BUTLER: AdapterName("butler")}
+PIRATE, BUTLER, FIRST = (AdapterDigest(letter * 32) for letter in (b"a", b"b", b"c"))
+NAMES = {
+    PIRATE: AdapterName("pirate"), BUTLER: AdapterName("butler"), FIRST: AdapterName("first")
+}  # fmt: skip
 HASHER = PageHasher(b"", 4 * PAGE_SIZE)
 
 
@@ -62,10 +64,16 @@ class Indexer:
         while True:
             try:
                 assert self.client.post("/register", json=worker).status_code == 201
-                return
+                break
             except httpx.TransportError:
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
+
+        # It listens some time after it has answered, and misses what is published before.
+        while self.num_cached(lora_name="first") == 0:
+            assert time.monotonic() < deadline
+            self.publisher.publish([stored(Namespace(FIRST, None), 1)])
+            time.sleep(0.1)
 
     def num_cached(self, **asked: str) -> int:
         body = {"model_name": "tiny", "token_ids": TOKENS.tolist(), **asked}

@@ -55,6 +55,7 @@ _PUBLIC_LATENT_SIZES = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "v_head_dim": 128,
 }
 """Those of DeepSeek and Kimi, which have kernels of their own."""

@@ -105,6 +105,11 @@ def test_r08_an_interrupted_llm_gives_pages_back_and_right_tokens(tiny: TinyAdap
     assert done.stdout.strip().endswith("fine")
 
 
+def heed_interrupts() -> None:
+    """A suite that runs in the background ignores SIGINT, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command in a terminal of its own, at which a person can press Ctrl-C."""
 
@@ -114,7 +119,7 @@ class Terminal:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "manyroots.cli", *command],
             stdin=there, stdout=there, stderr=there, start_new_session=True,
-            env={**env, "TERM": "dumb"},
+            env={**env, "TERM": "dumb"}, preexec_fn=heed_interrupts,
         )  # fmt: skip
         os.close(there)
         self.shown = ""
@@ -170,7 +175,7 @@ def test_r08_an_interrupted_generate_exits_130_without_a_traceback(tiny: TinyAda
         [sys.executable, "-m", "manyroots.cli", "generate", "hello", "--model", str(tiny.model),
          "--max-tokens", "200"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=slow_steps(tiny.model.parent),
+        env=slow_steps(tiny.model.parent), preexec_fn=heed_interrupts,
     )  # fmt: skip
     try:
         assert process.stderr is not None

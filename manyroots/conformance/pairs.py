@@ -24,6 +24,8 @@ _BURST_TOKENS = 32
 """Long enough that requests which a busy client sends one by one still share steps."""
 
 _DRAFTED_TOKENS = 48
+_MOST_DRAWS = 8
+"""Of sampled answers, until one does not end early: a short one leaves no room for drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +117,18 @@ def drafting(bench: Bench, writer: Party, reader: Party) -> CheckRow:
     text soon repeats itself, so that drafts from it would be accepted too."""
 
     def run() -> list[Finding]:
-        prompt, seed = bench.prompts.draw(), bench.rng.randrange(1 << 31)
         first, last = bench.judge.stranger(reader), bench.judge.stranger(reader)
         if first is None or last is None:
             return [not_judged("no way to ask in a fresh namespace", "drafts")]
+        for _ in range(_MOST_DRAWS):
+            prompt, seed = bench.prompts.draw(), bench.rng.randrange(1 << 31)
+            before = bench.client.ask(first, prompt, _DRAFTED_TOKENS, seed)
+            if len(before.tokens) >= _DRAFTED_TOKENS // 2:
+                break
         answers = [
-            bench.client.ask(party, prompt, _DRAFTED_TOKENS, seed)
-            for party in (first, writer, last, last)
+            bench.client.ask(party, prompt, _DRAFTED_TOKENS, seed) for party in (writer, last, last)
         ]
-        return [bench.judge.by_drafts(*answers)]
+        return [bench.judge.by_drafts(before, *answers)]
 
     return row("drafts", names(writer, reader), run)
 

@@ -22,6 +22,7 @@ from manyroots.config import TierSettings
 from manyroots.errors import ConfigError
 from manyroots.ids import CopyId, RequestId, Row, StepId, Tier
 from manyroots.step import Plan, StepResult
+from manyroots.store.backends.registry import imported
 
 logger = logging.getLogger(__name__)
 
@@ -124,13 +125,7 @@ def _load(name: str) -> OpenConnector:
             f"{', '.join(sorted(found)) or 'none'}. Install a package that has {name!r} as an "
             f"entry point of {GROUP}."
         )
-    try:
-        opener: OpenConnector = found[name].load()
-    except Exception as error:
-        raise ConfigError(
-            f"--kv-connectors has {name!r}, and {found[name].value} can't be imported: "
-            f"{type(error).__name__}: {error}. Repair or upgrade the package that provides it."
-        ) from error
+    opener: OpenConnector = imported(found[name], f"--kv-connectors has {name!r}")
     return opener
 
 

@@ -8,6 +8,7 @@ replace a built-in scheme.
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from manyroots.config import TierSettings
 from manyroots.errors import ConfigError
@@ -60,13 +61,7 @@ def kind_of(url: str) -> BackendKind:
             f"--kv-storage begins with {scheme!r}; installed kinds of storage are {schemes}. Use "
             f"one of them, or install a package that has {scheme!r} as an entry point of {GROUP}."
         )
-    try:
-        kind: BackendKind = found[scheme].load()
-    except Exception as error:
-        raise ConfigError(
-            f"--kv-storage begins with {scheme}://, and {found[scheme].value} can't be imported: "
-            f"{type(error).__name__}: {error}. Repair or upgrade the package that provides it."
-        ) from error
+    kind: BackendKind = imported(found[scheme], f"--kv-storage begins with {scheme}://")
     missing = [name for name in ("check", "open") if not callable(getattr(kind, name, None))]
     if missing:
         raise ConfigError(
@@ -74,6 +69,17 @@ def kind_of(url: str) -> BackendKind:
             f"{' and no '.join(missing)}; upgrade the package that provides it."
         )
     return kind
+
+
+def imported(entry: EntryPoint, asked: str) -> Any:
+    """What a plug-in provides; `asked` says which setting needs it."""
+    try:
+        return entry.load()
+    except Exception as error:
+        raise ConfigError(
+            f"{asked}, and {entry.value} can't be imported: {type(error).__name__}: {error}. "
+            "Repair or upgrade the package that provides it."
+        ) from error
 
 
 def _entry_points() -> dict[str, EntryPoint]:

@@ -41,8 +41,8 @@ HANGS_ON_LAST = StepId(1003)
 def plan(
     step_id: int, *, adapters: tuple[LoadAdapter, ...] = (), copies: tuple[Copy, ...] = ()
 ) -> Plan:
-    none, nobody = np.empty(0, np.int32), np.empty(0, np.bool_)
-    return Plan(StepId(step_id), (), (), none, none, nobody, copies=copies, adapters=adapters)
+    none, no_samples = np.empty(0, np.int32), np.empty(0, np.bool_)
+    return Plan(StepId(step_id), (), (), none, none, no_samples, copies=copies, adapters=adapters)
 
 
 def compute(step_id: StepId, shard: Shard) -> list[int]:

@@ -155,6 +155,8 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""
+BREAKS_BOOKS = {"deep"}
+"""Leaks after which two prefixes own one page: answers stay wrong until the server restarts."""
 
 
 @pytest.mark.slow
@@ -166,7 +168,11 @@ def test_n01_n04_n11_n20_n21_the_kit_finds_each_planted_leak(
     checks, expected = ROWS[leak]
     with server.leaks.planted(leak):
         report = server.run_times() if leak == "times" else server.run(*checks)
-    assert leaking(report) == {(check, pair) for check, pairs in expected.items() for pair in pairs}
+    if leak in BREAKS_BOOKS:
+        server.restart()
+    shown = [row for row in report["rows"] if row["verdict"] == "LEAK"]
+    rows = {(check, pair) for check, pairs in expected.items() for pair in pairs}
+    assert leaking(report) == rows, shown
     assert report["exit_code"] == 1
 
 

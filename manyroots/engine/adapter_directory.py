@@ -72,6 +72,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NUM_READS = 4
+"""Adapters read at once: as many slow folders delay no other, and cold adapters share the cores."""
 MAX_FOUND_NAMES = 1024
 """Most names found in --lora-source that are known at once."""
 
@@ -129,7 +131,7 @@ class AdapterDirectory:
         self._files = files
         self._base_names = frozenset(base_names)
         self._entries: dict[AdapterName, AdapterEntry] = {}
-        self.reads: Reads[_Read] = Reads()
+        self.reads: Reads[_Read] = Reads(NUM_READS)
         self._outcomes: list[tuple[RequestId, Hold | Output]] = []
         self._replies: list[LoraReply] = []
         self._read_times: list[LoadTime] = []

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""With two, a folder on a slow disk does not delay the others; more would share the same disk."""
+"""With two, a long job delays no other."""
 NUM_SLOW_THREADS = 16
 """For jobs that wait for other machines, so that they delay no local read."""
 
@@ -36,8 +36,8 @@ class Finished(Generic[T]):
 class Reads(Generic[T]):
     """Running jobs, and those that ended since the last `take`."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-read")
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-read")
         self._slow_threads = ThreadPoolExecutor(
             NUM_SLOW_THREADS, thread_name_prefix="adapter-fetch"
         )

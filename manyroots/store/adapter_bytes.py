@@ -1,7 +1,8 @@
 """Moves the bytes of an adapter's file into host memory: checks each once, and stores it in place.
 
 Takes chunks in the order of the file, each on the thread that has just read it. The chunk is then
-in that core's cache, so checking and moving it costs little.
+in that core's cache, so checking and moving it costs little. Steps are launched from the same
+process meanwhile, so nothing here holds the interpreter's lock for long.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _SIGNED = {"F32": np.int32, "F16": np.int16, "BF16": np.int16}
 _UNSIGNED = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
 _INFINITY = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 """As an integer. Every finite number of the same sign is smaller, every NaN larger."""
+
+
+_MOST_PIECE_BYTES = 2048
+"""NumPy keeps the interpreter's lock while it moves up to 500 pieces: so at most for 1 MiB."""
 
 
 def are_finite(raw: memoryview, dtype: str) -> bool:
@@ -59,7 +64,7 @@ class Moves:
         """From the order of the file to that of memory."""
         num_bytes = tensors[-1].end
         starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
-        step = math.gcd(CHUNK_BYTES, num_bytes, int(np.gcd.reduce(starts)))
+        step = math.gcd(CHUNK_BYTES, _MOST_PIECE_BYTES, num_bytes, int(np.gcd.reduce(starts)))
         counts = np.diff(starts, append=num_bytes) // step
         to = np.arange(num_bytes // step)
         to += np.repeat((places - starts) // step, counts)

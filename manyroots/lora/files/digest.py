@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from mmap import mmap
 
 from manyroots.ids import AdapterDigest
 from manyroots.lora.files.header import Header
@@ -39,7 +40,8 @@ def read_and_hash(
     hashes = [b""] * len(left)
 
     def work() -> None:
-        room = memoryview(bytearray(CHUNK_BYTES if into is None else 0))
+        # A bytearray would be filled with zeros while every other thread waits.
+        room = memoryview(mmap(-1, CHUNK_BYTES) if into is None else b"")
         while (start := _first(left)) is not None:
             length = min(CHUNK_BYTES, header.data_bytes - start)
             view = room[:length] if into is None else into[start : start + length]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE
 from manyroots.lora.files.opened import AdapterFile
 
@@ -36,7 +38,11 @@ class MemoryFile(AdapterFile):
             piece = self._pieces[number]
             start = offset + num_read - (self._ends[number] - len(piece))
             count = min(len(piece) - start, len(view) - num_read)
-            view[num_read : num_read + count] = piece[start : start + count]
+            # Slices of memory views would be copied while every other thread waits.
+            np.copyto(
+                np.frombuffer(view[num_read : num_read + count], np.uint8),
+                np.frombuffer(piece[start : start + count], np.uint8),
+            )
             num_read += count
             number += 1
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from manyroots.lora.files.digest import CHUNK_BYTES
+from manyroots.lora.files.memory import MemoryFile
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 from manyroots.store import adapter_bytes
 from manyroots.store.adapter_bytes import ArrivingBytes, Moves, are_finite, places_of
+from tests.helpers.other_threads import lets_others_run
 from tests.helpers.seeded import Draw, for_seeds
 
 
@@ -72,3 +75,28 @@ def test_tensors_come_to_their_places_wherever_chunks_are_cut(draw: Draw) -> Non
     ]
     assert np.array_equal(memory, np.concatenate(wanted))
     assert arriving.is_finite
+
+
+def test_a03_other_threads_run_while_bytes_of_an_adapter_come_to_their_places() -> None:
+    """A03: steps of others are launched meanwhile. Tensors as large as those of real adapters."""
+    size = 128 << 10
+    tensors = [
+        TensorEntry(f"{number}", "BF16", (size // 2,), number * size, (number + 1) * size)
+        for number in range(CHUNK_BYTES // size)
+    ]
+    pieces = [Piece((number,), (size // 2,)) for number in reversed(range(len(tensors)))]
+    memory = np.zeros(CHUNK_BYTES, np.uint8)
+    moves = Moves.between(tensors, places_of(pieces, tensors))
+    block = memoryview(np.ones(CHUNK_BYTES, np.uint8))
+    with mock.patch.object(adapter_bytes, "are_finite", return_value=True):  # releases it, too
+        arriving = ArrivingBytes(memory, moves)
+        assert lets_others_run(lambda: arriving.take(0, block))
+    assert memory.all()
+
+
+def test_a03_other_threads_run_while_an_adapter_in_memory_is_copied() -> None:
+    """A03: also for an adapter that training hands over."""
+    file = MemoryFile("adapter_model.safetensors", [bytes([1]) * CHUNK_BYTES])
+    into = bytearray(CHUNK_BYTES)
+    assert lets_others_run(lambda: file.read_into(memoryview(into), 0))
+    assert all(into)

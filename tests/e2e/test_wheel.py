@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from manyroots.config import DEFAULT_MODEL
 from manyroots.version import __version__
 from tests.e2e.conftest import running
 from tests.helpers.patience import PATIENCE_S
-from tests.helpers.tiny_server import write_model
 
 ROOT = Path(__file__).parents[2]
 FACTS = """
@@ -99,7 +99,7 @@ def test_the_sdist_has_the_tests_and_the_docs(built: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-def test_the_installed_package_has_its_version_its_types_and_the_page(
+def test_d03_the_installed_package_has_its_version_its_types_and_the_page(
     home: Path, tmp_path: Path
 ) -> None:
     # In another folder: `python -c` imports from the one that it stands in.
@@ -121,15 +121,21 @@ def test_the_installed_package_has_its_version_its_types_and_the_page(
     assert not facts["is_environment_changed"]
 
 
-def test_the_installed_command_serves_a_model(home: Path, tmp_path: Path) -> None:
-    write_model(tmp_path / "model")
+def test_d03_the_installed_command_serves_the_default_model(home: Path, tmp_path: Path) -> None:
     command = [str(home / "bin" / "manyroots")]
-    flags = ("--num-gpu-blocks-override", "64", "--served-model-name", "tiny")
-    with running(str(tmp_path / "model"), *flags, command=command, cwd=tmp_path) as server:
+    flags = ("--num-gpu-blocks-override", "64")
+    with running(*flags, command=command, cwd=tmp_path) as server:
         assert httpx.get(f"{server.url}/live", timeout=PATIENCE_S).status_code == 200
         server.wait_until_ready()
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+        models = httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+        assert [model["id"] for model in models] == [DEFAULT_MODEL]
+        body = {
+            "model": DEFAULT_MODEL,
+            "prompt": "One, two, three,",
+            "max_tokens": 4,
+            "temperature": 0,
+        }
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S).json()
-        assert answer["usage"]["completion_tokens"] == 2
+        assert "four" in answer["choices"][0]["text"]
         page = httpx.get(f"{server.url}/", headers={"accept": "text/html"}, timeout=PATIENCE_S)
         assert page.headers["content-type"].startswith("text/html")

@@ -8,6 +8,7 @@ a cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -37,7 +38,8 @@ def measure_latent_decodes(
 ) -> dict[str, Any]:
     """One query for each sequence, which sees all of it."""
     lens = np.array([sequences.before + length for length in sequences.lens])
-    memory = spec.memory
+    # As if there were no index: queries see all of a sequence.
+    memory = replace(spec.memory, index=0, num_chosen=None)
     step = Pages(memory, lens, dtype, device)
     q = randn(step.generator, len(lens), spec.num_heads, memory.latent + memory.rope, dtype=dtype)
     num_pairs = int(lens.sum()) * spec.num_heads

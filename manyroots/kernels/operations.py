@@ -23,7 +23,7 @@ from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
 from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
-from manyroots.kernels.latent.inputs import KeyPiece, LatentAdapters, LatentNorm
+from manyroots.kernels.latent.inputs import IndexNorm, KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
@@ -140,6 +140,20 @@ class LatentOps(Protocol):
         lengths: Tensor,
         scale: float,
         latent: int,
+    ) -> Tensor: ...
+    def attend_chosen(
+        self, queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
+    ) -> Tensor: ...
+    def index_write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        angles: Any,
+        norm: IndexNorm,
+        pages: Tensor,
+        slot_mapping: SlotMapping,
+        *,
+        is_interleaved: bool,
     ) -> Tensor: ...
     def expand_values(
         self, attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None

@@ -13,6 +13,11 @@ Adapters of `kv_b_proj` are added in factored form wherever it is multiplied. Ke
 therefore get the adapter of the request that reads them. It is the same adapter that wrote them,
 because pages belong to one adapter version. An adapter that starts within a sequence may not change
 `kv_b_proj`.
+
+With an index, queries see the tokens that they chose. Its own heads compare queries, products of
+the queries' latent, with one key per token; the greatest sums of positive scores are chosen. A
+layer without its own index reads the choice of the one before. Until some query sees more tokens
+than it may choose, attention is computed as without an index.
 """
 
 from __future__ import annotations
@@ -22,20 +27,66 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manyroots.kernels.latent.inputs import LatentAdapters, LatentNorm
+from manyroots.kernels.compressed.step import ChosenStep, RowsStep
+from manyroots.kernels.latent.inputs import IndexNorm, LatentAdapters, LatentNorm
 from manyroots.kernels.latent.step import ExpandedPiece, LatentStep
 from manyroots.kernels.lora_ops.sites import LoraRows
-from manyroots.kernels.norm.deferred import NormedRows
+from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
-from manyroots.layers.spec import LatentSpec
+from manyroots.layers.spec import LatentSpec, TokenIndexSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.lora.targets import Side
 from manyroots.store.adapter_sites import SitePart
 
 Q_A, KV_A = "q_a_proj", "kv_a_proj_with_mqa"
+
+
+class _Index:
+    """Of one layer: which tokens each query sees."""
+
+    def __init__(self, spec: TokenIndexSpec, q_rank: int, context: LayerContext) -> None:
+        self._spec, self._kernels, self._dtype = spec, context.kernels, context.dtype
+        hidden, dim = context.hidden_size, spec.head_dim
+        # Every rank has all of it, so that all choose the same.
+        self.q = Linear(q_rank, {"": spec.num_heads * dim}, context, bias=False, side=None)
+        self.k = Linear(hidden, {"": dim}, context, bias=False, side=None)
+        # Checkpoints whose other products are quantized have this one in plain numbers.
+        self.shares = Linear(
+            hidden, {"": spec.num_heads}, context.unquantized, bias=False, side=None
+        )
+        self._norm = IndexNorm(context.empty(dim), context.empty(dim), spec.norm_eps)
+
+    def __call__(
+        self, x: Tensor, latent_q: Tensor, keys: Tensor, rows: RowsStep, step: Step, angles: object
+    ) -> Tensor | None:
+        """Write the step's keys; give what queries chose, by position; None: all."""
+        spec, kernels = self._spec, self._kernels
+        q = self.q(latent_q, step).finished(kernels).to(self._dtype)
+        k = self.k(x, step).finished(kernels).to(self._dtype)
+        q = kernels.latent.index_write(
+            q.view(len(q), spec.num_heads, -1), k, angles, self._norm, keys, rows.slot_mapping,
+            is_interleaved=spec.is_interleaved,
+        )  # fmt: skip
+        if not rows.may_exceed(spec.num_chosen):
+            return None
+        shares = self.shares(x, step).finished(kernels).float()
+        shares = shares * (spec.num_heads * spec.head_dim) ** -0.5
+        return kernels.compressed.choose_entries(q, shares, keys, rows, spec.num_chosen)
+
+    def weights(self, name: str) -> Fills:
+        for linear, own in self.named():
+            yield from linear.weights(f"{name}.{own}")
+        yield f"{name}.indexer.k_norm.weight", Fill(self._norm.weight)
+        yield f"{name}.indexer.k_norm.bias", Fill(self._norm.bias)
+
+    def named(self) -> Iterator[tuple[Linear, str]]:
+        """Its products, with their names in the checkpoint."""
+        yield self.q, "indexer.wq_b"
+        yield self.k, "indexer.wk"
+        yield self.shares, "indexer.weights_proj"
 
 
 class LatentAttention:
@@ -60,23 +111,67 @@ class LatentAttention:
         )
         self._q_norm = None if spec.q_rank is None else context.empty(spec.q_rank)
         self._norm = LatentNorm(context.empty(memory.latent), spec.norm_eps)
+        self._index: _Index | None = None
+        if spec.index is not None and spec.index.is_own:
+            assert spec.q_rank is not None, "an index reads the queries' latent"
+            self._index = _Index(spec.index, spec.q_rank, context)
 
     @property
     def reader(self) -> Linear | None:
         """The only product that reads its input."""
-        return None if self._q_norm is None else self.first
+        return None if self._q_norm is None or self._index is not None else self.first
 
-    def __call__(self, x: NormedRows, pages: Tensor, step: Step) -> DeferredOutput:
-        q, kv = self._projected(x, step)
-        latents: LatentStep = step.memories[self._family]
+    def __call__(
+        self, x: NormedRows, memory: Tensor | tuple[Tensor, ...], step: Step
+    ) -> DeferredOutput:
+        """`memory`: pages of latents; with an index, also those of its keys."""
+        if self._spec.index is None:
+            assert isinstance(memory, Tensor)
+            q, _ = self._written(x, memory, step.memories[self._family], step)
+            attended = self._attended(q, memory, step.memories[self._family], step)
+        else:
+            attended = self._attended_to_chosen(x, memory, step)
+        return self.o(attended.flatten(1), step)
+
+    def _attended_to_chosen(
+        self, x: NormedRows, memory: Tensor | tuple[Tensor, ...], step: Step
+    ) -> Tensor:
+        """[tokens, heads, value_dim]"""
+        both: ChosenStep = step.memories[self._family]
+        pages = memory if isinstance(memory, Tensor) else memory[0]
+        x = whole_rows(x)
+        q, latent_q = self._written(x, pages, both.latents, step)
+        if self._index is not None:
+            assert latent_q is not None
+            angles = step.ropes[self._spec.rope]
+            step.chosen.positions = self._index(x, latent_q, memory[1], both.rows, step, angles)
+        chosen = step.chosen.positions
+        if chosen is None:
+            return self._attended(q, pages, both.latents, step)
+        spec, kernels, weight = self._spec, self._kernels.latent, self._by_head
+        adapters = self._adapters(step.lora)
+        queries = kernels.absorb_queries(q, weight, spec.nope, adapters)
+        attended = kernels.attend_chosen(
+            queries, pages, both.rows.slots_chosen(chosen), spec.scale, spec.memory.latent
+        )
+        return kernels.expand_values(attended, weight, spec.nope, adapters)
+
+    def _written(
+        self, x: NormedRows, pages: Tensor, latents: LatentStep, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotated queries, and the normalised latents that they are products of, if there are any.
+        The step's latents are in pages."""
+        q, kv, latent_q = self._projected(x, step)
         q = self._kernels.latent.latent_write(
             q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping,
             is_interleaved=self._spec.is_interleaved,
         )  # fmt: skip
-        return self.o(self._attended(q, pages, latents, step).flatten(1), step)
+        return q, latent_q
 
-    def _projected(self, x: NormedRows, step: Step) -> tuple[Tensor, Tensor]:
-        """Queries [tokens, heads, nope + rope], and latents with their unrotated part."""
+    def _projected(self, x: NormedRows, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries [tokens, heads, nope + rope], latents with their unrotated part, and the queries'
+        own latents."""
+        normed = None
         both = self.first(x, step).finished(self._kernels).to(self._dtype)
         if self._q_norm is None:
             q, kv = self.q(x, step), both
@@ -88,7 +183,7 @@ class LatentAttention:
             )
             q = self.q(normed, step)
         queries = q.finished(self._kernels).to(self._dtype)
-        return queries.view(len(queries), self._spec.num_heads, -1), kv
+        return queries.view(len(queries), self._spec.num_heads, -1), kv, normed
 
     def _attended(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """[tokens, heads, value_dim]"""
@@ -167,16 +262,21 @@ class LatentAttention:
         if self._q_norm is not None:
             yield f"{name}.q_a_layernorm.weight", Fill(self._q_norm)
         yield f"{name}.kv_a_layernorm.weight", Fill(self._norm.weight)
+        if self._index is not None:
+            yield from self._index.weights(name)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         yield from self.first.lora_parts(name)
-        for linear, own in self._named():
+        for linear, own in (*self._named(), *self._named_of_index()):
             yield from linear.lora_parts(f"{name}.{own}")
 
     def products(self) -> Iterator[Linear]:
         yield self.first
-        for linear, _ in self._named():
+        for linear, _ in (*self._named(), *self._named_of_index()):
             yield linear
+
+    def _named_of_index(self) -> Iterator[tuple[Linear, str]]:
+        return iter(()) if self._index is None else self._index.named()
 
     def _named(self) -> Iterator[tuple[Linear, str]]:
         """All products but the first, with their names in the checkpoint."""

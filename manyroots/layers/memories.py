@@ -8,7 +8,8 @@ them. A new kind is a class here, with kernels that read its prepared step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -17,11 +18,18 @@ from torch import Tensor
 from manyroots.errors import ConfigError
 from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.compressed.step import RowsStep
+from manyroots.kernels.compressed.step import ChosenStep, RowsStep
 from manyroots.kernels.latent.inputs import row_bytes
 from manyroots.kernels.latent.step import LatentStep, PromptLens
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
-from manyroots.store.arena import Arena, PageArena, PartShape, StateArena, state_bytes
+from manyroots.store.arena import (
+    Arena,
+    PageArena,
+    PagePartsArena,
+    PartShape,
+    StateArena,
+    state_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +163,8 @@ class KV:
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """One latent and one rotated part per token, which all heads share (MLA)."""
+    """One latent and one rotated part per token, which all heads share (MLA); and a key by which
+    queries choose tokens, if there is an index."""
 
     is_paged: ClassVar[bool] = True
     may_pad_prompts: ClassVar[bool] = False
@@ -166,17 +175,27 @@ class Latent:
     rope: int
     """Sizes of the two parts."""
     dtype: str | None = None
-    """Torch's name of the stored dtype; None: the model's own."""
+    """Torch's name of the stored dtype; None: the model's own. The index's keys have the latter."""
+    index: int = 0
+    """Numbers of the index's key; 0: there is none."""
+    num_chosen: int | None = None
+    """Tokens that a query sees at most; None: all before it."""
 
     def in_dtype(self, dtype: str) -> Latent:
-        return Latent(self.latent, self.rope, dtype)
+        return replace(self, dtype=dtype)
 
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
-        width, kept = self._row(dtype)
-        return num_layers * page_size * width * kept.itemsize
+        parts = self._parts(page_size, dtype)
+        if self.index:
+            return state_bytes(parts, num_layers)
+        [latents] = parts
+        return num_layers * math.prod(latents.shape) * latents.dtype.itemsize
 
     def units_read(self, context: float) -> float:
-        return context
+        if self.num_chosen is None:
+            return context
+        index = self.index / (self.index + self.latent + self.rope)
+        return context * index + min(context, self.num_chosen) * (1.0 - index)
 
     def make_arena(
         self,
@@ -186,25 +205,35 @@ class Latent:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Arena:
-        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, including scales."""
-        width, kept = self._row(dtype)
-        return PageArena(num_units, page_size, num_layers, (page_size, width), kept, device)
+        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, including scales. With
+        an index also its keys, `[num_pages, page_size, index]`."""
+        parts = self._parts(page_size, dtype)
+        if self.index:
+            return PagePartsArena(num_units, parts, num_layers, device)
+        [latents] = parts
+        return PageArena(num_units, page_size, num_layers, latents.shape, latents.dtype, device)
 
     def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
-        return LatentStep(
-            page_table=rows.page_tables[place],
-            context_lens=rows.context_lens,
-            num_decodes=rows.num_decodes,
-            slot_mapping=SlotMapping(rows.pages[place], rows.offsets),
-            page_size=rows.page_size,
-            prompts=rows.prompt_lens,
-        )
+        given: dict[str, Any] = {
+            "page_table": rows.page_tables[place],
+            "context_lens": rows.context_lens,
+            "num_decodes": rows.num_decodes,
+            "slot_mapping": SlotMapping(rows.pages[place], rows.offsets),
+            "page_size": rows.page_size,
+            "prompts": rows.prompt_lens,
+        }
+        latents = LatentStep(**given)
+        if self.num_chosen is None:
+            return latents
+        return ChosenStep(latents, RowsStep(**given, group=1))
 
-    def _row(self, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-        """The number and dtype of the elements of one token."""
-        kept = kept_in(self.dtype, dtype)
-        width = self.latent + self.rope
-        return (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
+    def _parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        kept, width = kept_in(self.dtype, dtype), self.latent + self.rope
+        width, kept = (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
+        latents = PartShape((page_size, width), kept)
+        if not self.index:
+            return (latents,)
+        return latents, PartShape((page_size, self.index), dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,24 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIndexSpec:
+    """How queries of latent attention choose the tokens that they see (DeepSeek V3.2)."""
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int
+    """Tokens that a query sees at most."""
+    is_interleaved: bool
+    """Whether the two numbers of a rotated pair are adjacent. Pairs begin with a head's first
+    number."""
+    norm_eps: float
+    """Epsilon of the norm of keys."""
+    is_own: bool = True
+    """Whether the layer has an index; without one, its queries see what they chose in the nearest
+    layer before it that has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """A layer that mixes tokens by latent attention (MLA): keys and values of all heads are
     products of one latent."""
@@ -95,6 +113,8 @@ class LatentSpec:
     """Whether the first products and the last have a bias."""
     norm_eps: float
     """Epsilon of the latents' norms."""
+    index: TokenIndexSpec | None = None
+    """None: queries see all tokens before them."""
     name: str = "self_attn"
 
     def cut(self, divide: Divide) -> LatentSpec:
@@ -107,6 +127,10 @@ class LatentSpec:
         weights = width * hidden_size + (first or hidden_size) * heads * (self.nope + rope)
         weights += latent * heads * (self.nope + self.value_dim)
         weights += heads * self.value_dim * hidden_size
+        index = self.index
+        if index is not None and index.is_own:
+            weights += index.num_heads * (first * index.head_dim + hidden_size)
+            weights += index.head_dim * (hidden_size + 2)
         return weights + (width + hidden_size) * self.bias + latent + first
 
     def prefers_latents(self, num_queries: int, num_keys: int, num_seen: int) -> bool:

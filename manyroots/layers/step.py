@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,14 @@ class LogitsIndices:
     """The adapter of each."""
 
 
+@dataclass(slots=True)
+class ChosenTokens:
+    """What queries chose in the last layer that has an index; later layers may see the same."""
+
+    positions: Tensor | None = None
+    """int64 [num_tokens, most], -1 for none; None: all tokens before a query."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The inputs of a forward pass besides the tokens. Decoding sequences come first."""
@@ -36,5 +44,6 @@ class Step:
     """Called before each layer, if pages arrive while the step computes."""
     logits_indices: LogitsIndices | None = None
     """None: all tokens."""
+    chosen: ChosenTokens = field(default_factory=ChosenTokens)
     tokens: Tensor | None = None
     """The tokens themselves, for blocks whose experts depend on them; the decoder adds them."""

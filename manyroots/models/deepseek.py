@@ -22,6 +22,7 @@ from manyroots.layers.spec import (
     LayerSpec,
     MixerSpec,
     SharedSpec,
+    TokenIndexSpec,
 )
 from manyroots.models.architecture import (
     COMMON,
@@ -69,15 +70,33 @@ def describe_v3(reader: ConfigReader) -> ModelSpec:
 
 
 def latent_model(
-    reader: ConfigReader, feed_forward: Sequence[BlockSpec], *, is_interleaved: bool
+    reader: ConfigReader,
+    feed_forward: Sequence[BlockSpec],
+    *,
+    is_interleaved: bool,
+    indexes: Sequence[TokenIndexSpec | None] | None = None,
 ) -> ModelSpec:
-    """Latent attention in every layer, with these feed-forward blocks."""
-    mixer = latent_attention(reader.text, is_interleaved=is_interleaved)
-    layers = [LayerSpec(mixers=(mixer,), feed_forward=block) for block in feed_forward]
+    """Latent attention in every layer, with these feed-forward blocks, and with these indexes where
+    queries choose tokens."""
+    if indexes is None:
+        indexes = [None] * len(feed_forward)
+    layers = [
+        LayerSpec(
+            mixers=(latent_attention(reader.text, is_interleaved=is_interleaved, index=index),),
+            feed_forward=block,
+        )
+        for block, index in zip(feed_forward, indexes, strict=True)
+    ]
     return reader.model(layers, ropes=[reader.rope()])
 
 
-def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True) -> MixerSpec:
+def latent_attention(
+    text: Any,
+    *,
+    is_interleaved: bool,
+    is_rotated: bool = True,
+    index: TokenIndexSpec | None = None,
+) -> MixerSpec:
     """The config's latent attention. `is_rotated`: whether positions matter at all."""
     if text.num_key_value_heads != text.num_attention_heads:
         raise ModelError(
@@ -96,13 +115,19 @@ def latent_attention(text: Any, *, is_interleaved: bool, is_rotated: bool = True
         num_heads=text.num_attention_heads,
         nope=text.qk_nope_head_dim,
         value_dim=text.v_head_dim,
-        memory=Latent(text.kv_lora_rank, text.qk_rope_head_dim),
+        memory=Latent(
+            text.kv_lora_rank,
+            text.qk_rope_head_dim,
+            index=index.head_dim if index is not None and index.is_own else 0,
+            num_chosen=None if index is None else index.num_chosen,
+        ),
         q_rank=text.q_lora_rank,
         rope=0,
         is_interleaved=is_interleaved,
         scale=scale * (_yarn_scale(text.rope_parameters) if is_rotated else 1.0),
         bias=text.attention_bias,
         norm_eps=NORM_EPS,
+        index=index,
     )
 
 

@@ -331,9 +331,6 @@ ARCHITECTURES = {
             "hc_eps": number("a number between 0 and 1", lambda value: 0 <= value <= 1),
             "o_groups": whole(1, MAX_SIDE),
             "o_lora_rank": whole(1, MAX_SIDE),
-            "index_n_heads": whole(1, MAX_SIDE),
-            "index_head_dim": whole(2, MAX_SIDE),
-            "index_topk": whole(1, MAX_SIDE),
         },
     ),
 }

@@ -71,7 +71,7 @@ TOKENS: Field = (
     lambda value: value is None or _is_token(value) or list_of(_is_token)(value),
 )
 
-_NAMES: Field = (
+NAMES: Field = (
     "a list of names, or null",
     lambda value: value is None or list_of(lambda one: isinstance(one, str))(value),
 )
@@ -114,8 +114,8 @@ FIELDS: dict[str, Field] = {
         "a whole number, or null",
         lambda value: value is None or type(value) is int,
     ),  # what it may be where it counts, `windows.py` says
-    "layer_types": _NAMES,
-    "mlp_layer_types": _NAMES,
+    "layer_types": NAMES,
+    "mlp_layer_types": NAMES,
     "swiglu_limit": POSITIVE,
     "num_experts": whole(0, MAX_SIDE),
     "num_local_experts": whole(0, MAX_SIDE),  # another name for it, which transformers prefers
@@ -128,6 +128,9 @@ FIELDS: dict[str, Field] = {
     "n_group": whole(1, MAX_SIDE, or_none=True),
     "topk_group": whole(1, MAX_SIDE, or_none=True),
     "first_k_dense_replace": whole(0, MAX_LAYERS),
+    "index_n_heads": whole(1, MAX_SIDE),
+    "index_head_dim": whole(2, MAX_SIDE),
+    "index_topk": whole(1, MAX_SIDE),
     "eos_token_id": TOKENS,
     "embedding_multiplier": POSITIVE,
 }

@@ -13,12 +13,14 @@ from manyroots.models.fields import Field
 
 _FILES = (
     "deepseek",
+    "deepseek_v32",
     "deepseek_v4",
     "falcon_h1",
     "gemma2",
     "gemma3",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "gpt_oss",
     "granite",
     "granite_hybrid",

@@ -21,7 +21,7 @@ from manyroots.models.configs import Config, complete
 from manyroots.models.fields import TOKENS, check_fields
 from manyroots.models.hub import download_folder
 from manyroots.models.packaged import PACKAGED, packaged_model_path
-from manyroots.models.registry import WRITTEN_FIELDS
+from manyroots.models.registry import CONFIG_TYPES, WRITTEN_FIELDS
 from manyroots.models.weights.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,8 @@ def _from_folder(path: Path, name: str) -> ModelSource:
     except Exception as error:  # values of wrong types raise various errors
         raise ModelError(f"{file} can't be used: {_in_words(error)} Check the file.") from error
     text = config.get_text_config()
-    if text is config and written.get("text_config") is not None:
+    is_known = config.model_type in CONFIG_TYPES  # others are refused by name, with what is served
+    if text is config and is_known and written.get("text_config") is not None:
         raise ModelError(
             f"{file} has a text_config, which models of type {config.model_type!r} don't have; "
             "remove it, or correct model_type."

@@ -21,7 +21,7 @@ from manyroots.errors import ConfigError
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
 PART_ALIGNMENT = 16
-"""Every part of a state starts at a multiple of this many bytes: the width of kernel loads."""
+"""Every part of a unit starts at a multiple of this many bytes: the width of kernel loads."""
 
 
 class UnitArena(Protocol):
@@ -86,7 +86,7 @@ class PageArena:
 
 @dataclass(frozen=True, slots=True)
 class PartShape:
-    """One tensor of a layer's state."""
+    """One tensor of a layer's state, or of its part of a page."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,6 +101,33 @@ class PartShape:
 def state_bytes(parts: Sequence[PartShape], num_layers: int) -> int:
     """Bytes of one unit."""
     return num_layers * sum(part.num_bytes for part in parts)
+
+
+class PagePartsArena:
+    """Owns `data` [num_pages, bytes]: pages of which every layer has several tensors."""
+
+    spare_unit: None = None
+
+    def __init__(
+        self, num_pages: int, parts: Sequence[PartShape], num_layers: int, device: torch.device
+    ) -> None:
+        shape = (num_pages, state_bytes(parts, num_layers))
+        try:
+            self.data, self._memory = _zeros(shape, torch.uint8, device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"{num_pages} pages need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
+                "does not have them; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
+                "--gpu-memory-utilization."
+            ) from error
+        self._layers = _views_by_layer(self.data, parts, num_layers)
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """For one layer, a view `[num_pages, *shape]` of each part."""
+        return self._layers[index]
+
+    def give_back(self, units: Sequence[int]) -> None:
+        _give_back(self.data, self._memory, units)
 
 
 class StateArena:
@@ -119,9 +146,7 @@ class StateArena:
                 f"{num_units} states need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
                 "does not have them; lower --max-num-seqs or --checkpoint-memory-bytes."
             ) from error
-        self._layers = [
-            tuple(self._views(parts, layer * state_bytes(parts, 1))) for layer in range(num_layers)
-        ]
+        self._layers = _views_by_layer(self.data, parts, num_layers)
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
         """For one layer, a view `[num_units + 1, *shape]` of each part."""
@@ -130,12 +155,21 @@ class StateArena:
     def give_back(self, units: Sequence[int]) -> None:
         _give_back(self.data, self._memory, units)
 
-    def _views(self, parts: Sequence[PartShape], begin: int) -> Iterator[Tensor]:
-        ends = accumulate((part.num_bytes for part in parts), initial=begin)
-        for part, (start, _) in zip(parts, pairwise(ends), strict=True):
-            size = math.prod(part.shape) * part.dtype.itemsize
-            flat = self.data[:, start : start + size].view(part.dtype)
-            yield flat.view(-1, *part.shape)
+
+def _views_by_layer(
+    data: Tensor, parts: Sequence[PartShape], num_layers: int
+) -> list[tuple[Tensor, ...]]:
+    """Of each layer, a view of each of its parts."""
+    size = state_bytes(parts, 1)
+    return [tuple(_views(data, parts, layer * size)) for layer in range(num_layers)]
+
+
+def _views(data: Tensor, parts: Sequence[PartShape], begin: int) -> Iterator[Tensor]:
+    ends = accumulate((part.num_bytes for part in parts), initial=begin)
+    for part, (start, _) in zip(parts, pairwise(ends), strict=True):
+        size = math.prod(part.shape) * part.dtype.itemsize
+        flat = data[:, start : start + size].view(part.dtype)
+        yield flat.view(-1, *part.shape)
 
 
 def _zeros(

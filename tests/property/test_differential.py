@@ -7,6 +7,7 @@ import pytest
 
 from tests.soaks.differential import (
     COMPRESSED_MIXES,
+    INDEX_MIXES,
     LATENT_MIXES,
     MIXES,
     RECURRENT_MIXES,
@@ -18,6 +19,7 @@ NUM_TRACES = 6
 NUM_RECURRENT_TRACES = 3
 NUM_LATENT_TRACES = 3
 NUM_COMPRESSED_TRACES = 3
+NUM_INDEX_TRACES = 3
 NUM_RANK_TRACES = 4
 
 
@@ -47,6 +49,15 @@ def test_f10_tokens_from_compressed_groups_are_cold_tokens(mix: str) -> None:
     assert found.near_ties <= found.requests // 20
 
 
+@pytest.mark.parametrize("mix", INDEX_MIXES)
+def test_f10_tokens_chosen_by_an_index_are_cold_tokens(mix: str) -> None:
+    """F01, F08, F10, H13: the same with latents of which queries choose a few, and adapters of the
+    index."""
+    found = run(mix, range(NUM_INDEX_TRACES))
+    assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
+    assert found.near_ties <= found.requests // 20
+
+
 @pytest.mark.parametrize("mix", RECURRENT_MIXES)
 def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(mix: str) -> None:
     """F01, F05, H13: the same with states, in room for fewer checkpoints than are made."""
@@ -62,11 +73,13 @@ def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(m
         ("five to one", "files"),
         ("delta nets", "redis"),
         ("compressed groups", "files"),
+        ("latents and a shared index", "host"),
     ],
 )
 def test_h13_t15_two_ranks_give_cold_tokens_from_every_tier(mix: str, tier: str) -> None:
-    """H13, T15, F10: pages, windows, states and entries of groups that are divided over two
-    processes and come back from a tier; from files and Redis also after a restart."""
+    """H13, T15, F10: pages, windows, states, entries of groups and keys of an index that are
+    divided over two processes and come back from a tier; from files and Redis also after a
+    restart."""
     if tier == "redis" and not server_program():
         pytest.skip("no redis-server on this machine")
     found = run(mix, range(NUM_RANK_TRACES), ranks=2, tier=tier)

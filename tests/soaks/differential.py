@@ -55,8 +55,11 @@ RECURRENT = (
 )  # fmt: skip
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 COMPRESSED = ("kv_proj", "weights_proj", "o_b_proj")
+INDEX = ("wq_b", "wk")
 ADAPTERS = {
-    "all": Recipe(rank=8, modules=(*ATTENTION, *LATENT, *COMPRESSED, *BLOCK, *RECURRENT), seed=1),
+    "all": Recipe(
+        rank=8, modules=(*ATTENTION, *LATENT, *COMPRESSED, *INDEX, *BLOCK, *RECURRENT), seed=1
+    ),
     "few": Recipe(
         rank=3, modules=("q_proj", "kv_b_proj", "down_proj", *RECURRENT), alpha=4, seed=2
     ),
@@ -93,6 +96,10 @@ LATENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "latents and few groups": ("glm4-moe-lite", {}),
     "latents and dense blocks": ("minicpm3", {}),
 }
+INDEX_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "latents and an index": ("deepseek-v32", {}),
+    "latents and a shared index": ("glm-moe-dsa", {}),
+}
 COMPRESSED_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "compressed groups": ("deepseek-v4", {"sliding_window": WINDOW}),
 }
@@ -106,7 +113,7 @@ RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "delta attention and latents": ("kimi-linear", {}),
 }
 """A kind of tiny model for each mix of families."""
-ALL_MIXES = {**MIXES, **LATENT_MIXES, **COMPRESSED_MIXES, **RECURRENT_MIXES}
+ALL_MIXES = {**MIXES, **LATENT_MIXES, **INDEX_MIXES, **COMPRESSED_MIXES, **RECURRENT_MIXES}
 
 KV_BYTES_SHARE = 0.28
 """What the warm engine has of the memory that four conversations of full length would take: little

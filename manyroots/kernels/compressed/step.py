@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.latent.step import Int64s, PromptLens
+from manyroots.kernels.latent.step import Int64s, LatentStep, PromptLens
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 
@@ -124,6 +124,32 @@ class RowsStep:
         positions = torch.arange(first, last, device=self.page_table.device) * self.group
         return self.slots(torch.full_like(positions, seq), positions)
 
+    def may_exceed(self, count: int) -> bool:
+        """Whether a token may see more tokens than these. A GPU is not asked for the lengths of
+        sequences that decode: what their pages could hold counts."""
+        prompts = self._prompts
+        if prompts is not None and bool((prompts.context_lens > count).any()):
+            return True
+        if not self._num_decodes:
+            return False
+        if self.page_table.is_cuda:
+            return self.page_table.shape[1] * self._page_size > count
+        return bool((self._lens[: self._num_decodes] > count).any())
+
+    @cached_property
+    def token_seqs(self) -> Tensor:
+        """int64 [tokens]: each token's sequence."""
+        device = self.page_table.device
+        if self._prompts is None:
+            return torch.arange(self._num_decodes, device=device)
+        return torch.from_numpy(self._host_seqs).to(device)
+
+    def slots_chosen(self, numbers: Tensor) -> Tensor:
+        """int64 [tokens, most]: where the rows lie that each token chose by number; -1 for none."""
+        seqs = self.token_seqs[:, None].expand_as(numbers)
+        slots = self.slots(seqs, numbers.clamp(min=0) * self.group)
+        return torch.where(numbers < 0, -1, slots)
+
     def closed(self, size: int, span: int) -> ClosedGroups:
         """Groups of `size` tokens that end in this step, each entry made of `span` tokens. Of a
         family that has a row for each token."""
@@ -144,3 +170,11 @@ class RowsStep:
         seqs = torch.from_numpy(self._host_seqs).to(tokens.device)[tokens]
         positions = torch.from_numpy(self._host_positions).to(tokens.device)[tokens]
         return self.slots(seqs, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """What layers of latent attention read of a step if queries choose the tokens that they see."""
+
+    latents: LatentStep
+    rows: RowsStep

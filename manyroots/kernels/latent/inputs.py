@@ -27,6 +27,15 @@ class LatentNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexNorm:
+    """The norm of an index's keys, which also subtracts their mean."""
+
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAdapters:
     """The adapters of `kv_b_proj`, which maps a latent to the keys and values of all heads."""
 

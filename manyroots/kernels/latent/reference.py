@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.latent.inputs import (
+    IndexNorm,
     KeyPiece,
     LatentAdapters,
     LatentNorm,
@@ -136,6 +137,49 @@ def latent_decode(
         weights = (queries[row].float() @ keys.t() * scale).softmax(-1)
         out[row] = weights @ keys[:, :latent]
     return out.to(queries.dtype)
+
+
+def attend_chosen(
+    queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
+) -> Tensor:
+    """The same, each row over the tokens at its `slots` [rows, most], -1 for none. A row without
+    tokens gives zeros."""
+    width = queries.shape[2]
+    out = torch.zeros(*queries.shape[:2], latent, device=queries.device)
+    for row, own in enumerate(slots):
+        keys = latent_read(pages, own[own >= 0], latent, width - latent, torch.float32)
+        if len(keys):
+            weights = (queries[row].float() @ keys.t() * scale).softmax(-1)
+            out[row] = weights @ keys[:, :latent]
+    return out.to(queries.dtype)
+
+
+def index_write(
+    q: Tensor,
+    k: Tensor,
+    angles: RopeTable,
+    norm: IndexNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """Normalise the index's keys k [tokens, dim], rotate their first part, and write them into
+    pages [num_pages, page_size, dim]. Returns q [tokens, heads, dim] with its first part rotated in
+    the same way: outputs have pairs in two halves, as those of `latent_write`."""
+    keys = k.float() - k.float().mean(1, keepdim=True)
+    keys = keys * torch.rsqrt(keys.square().mean(1, keepdim=True) + norm.eps)
+    keys = keys * norm.weight.float() + norm.bias.float()
+    rope = 2 * angles.cos.shape[1]
+    both = torch.cat((q.float(), keys[:, None]), dim=1)
+    rotated = _rotate(both[..., :rope], angles, is_interleaved)
+    both = torch.cat((rotated, both[..., rope:]), dim=2)
+    for token, (page, offset) in enumerate(
+        zip(slot_mapping.pages.tolist(), slot_mapping.offsets.tolist(), strict=True)
+    ):
+        if page >= 0:
+            pages[page, offset] = both[token, -1].to(pages.dtype)
+    return both[:, :-1].to(q.dtype)
 
 
 def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.latent.inputs import (
+    IndexNorm,
     KeyPiece,
     LatentAdapters,
     LatentNorm,
@@ -26,8 +27,10 @@ from manyroots.kernels.qk_rope_kv_write.torch_ops import RopeRows
 
 __all__ = [
     "absorb_queries",
+    "attend_chosen",
     "attend_piece",
     "expand_values",
+    "index_write",
     "latent_decode",
     "latent_read",
     "latent_write",
@@ -146,6 +149,59 @@ def latent_decode(
         out[rows] = attended[:, 0, :, :latent]
         first = last
     return out
+
+
+def attend_chosen(
+    queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
+) -> Tensor:
+    """The same, each row over the tokens at its `slots` [rows, most], -1 for none. A row without
+    tokens gives zeros."""
+    num_rows, most = slots.shape
+    width = queries.shape[2]
+    out = queries.new_zeros(*queries.shape[:2], latent)
+    if not most:
+        return out
+    block = max(1, MAX_GATHERED // (most * width))
+    for first in range(0, num_rows, block):
+        rows = slice(first, min(first + block, num_rows))
+        own = slots[rows]
+        is_seen = own >= 0
+        # A row's first slot stands for those that it lacks: what other pages hold is never read.
+        own = torch.where(is_seen, own, own[:, :1].clamp(min=0))
+        keys = latent_read(pages, own.flatten(), latent, width - latent, queries.dtype)
+        keys = keys.view(len(own), 1, most, width)
+        is_some = is_seen.any(1)
+        mask = (is_seen | ~is_some[:, None])[:, None, None]
+        attended = F.scaled_dot_product_attention(
+            queries[rows][:, None], keys, keys, attn_mask=mask, scale=scale
+        )
+        out[rows] = attended[:, 0, :, :latent].masked_fill(~is_some[:, None, None], 0.0)
+    return out
+
+
+def index_write(
+    q: Tensor,
+    k: Tensor,
+    angles: RopeRows,
+    norm: IndexNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
+    *,
+    is_interleaved: bool,
+) -> Tensor:
+    """Normalise the index's keys k [tokens, dim], rotate their first part, and write them into
+    pages [num_pages, page_size, dim]. Returns q [tokens, heads, dim] with its first part rotated in
+    the same way."""
+    keys = F.layer_norm(k, k.shape[1:], norm.weight, norm.bias, norm.eps)
+    rope = 2 * angles.sin.shape[-1]
+    both = torch.cat((q, keys[:, None]), dim=1)
+    both = torch.cat((_rotated(both[..., :rope], angles, is_interleaved), both[..., rope:]), dim=2)
+    at, places, rows = slot_mapping.pages.long(), slot_mapping.offsets.long(), both[:, -1]
+    is_kept = at >= 0
+    if not bool(is_kept.all()):
+        at, places, rows = at[is_kept], places[is_kept], rows[is_kept]
+    pages.index_put_((at, places), rows)
+    return both[:, :-1]
 
 
 def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyroots.kernels.latent.reference import attend_chosen, index_write
 from manyroots.kernels.latent.triton_decode import latent_decode
 from manyroots.kernels.latent.triton_products import absorb_queries, expand_values
 from manyroots.kernels.latent.triton_prompt import attend_piece, merge
@@ -9,8 +10,10 @@ from manyroots.kernels.latent.triton_rows import latent_read, latent_write
 
 __all__ = [
     "absorb_queries",
+    "attend_chosen",
     "attend_piece",
     "expand_values",
+    "index_write",
     "latent_decode",
     "latent_read",
     "latent_write",

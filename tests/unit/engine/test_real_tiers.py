@@ -28,7 +28,10 @@ from tests.helpers.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 from tests.unit.models.tiny import load_tiny
 
 NEED = MAX_LEN // PAGE
-SERVED = ("full", "five to one", "convolutions", "latents", "compressed groups")
+SERVED = (
+    "full", "five to one", "convolutions", "latents", "latents and a shared index",
+    "compressed groups",
+)  # fmt: skip
 
 
 PROMPT = text(1, 42)

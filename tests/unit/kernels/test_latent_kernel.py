@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manyroots.kernels.latent import reference, torch_ops
 from manyroots.kernels.latent.inputs import (
+    IndexNorm,
     KeyPiece,
     LatentAdapters,
     LatentNorm,
@@ -243,3 +244,47 @@ def test_f07_rows_in_fp8_keep_a_scale_for_either_part() -> None:
     for part in (slice(0, LATENT), slice(LATENT, None)):
         largest = rows[:, part].abs().amax(1, keepdim=True)
         assert bool(((back - rows)[:, part].abs() <= largest / 16).all())
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_f10_index_keys_are_normalised_rotated_and_written(is_interleaved: bool) -> None:
+    """F10: the first part of keys and queries is rotated; a token without a page is written
+    nowhere."""
+    tokens, dim = 5, 14
+    q, k = randn(tokens, HEADS, dim), randn(tokens, dim, seed=1) + 0.5
+    table = RopeTable.at(torch.arange(3, 3 + tokens), randn(ROPE // 2, seed=3).abs() + 0.1, 1.3)
+    norm = IndexNorm(randn(dim, seed=2), randn(dim, seed=4), 1e-5)
+    slots = SlotMapping(int32(2, 0, -1, 0, 1), int32(3, 0, 1, 1, 2))
+    both = [torch.full((3, PAGE, dim), torch.nan) for _ in range(2)]
+    naive = reference.index_write(q, k, table, norm, both[0], slots, is_interleaved=is_interleaved)
+    rows = torch_rope.look_up(table, torch.arange(tokens), torch.float32)
+    ours = torch_ops.index_write(q, k, rows, norm, both[1], slots, is_interleaved=is_interleaved)
+    assert_close("rotary", ours, naive, torch.float32)
+    assert torch.equal(both[0].isnan(), both[1].isnan())
+    assert both[0].isnan().sum() == (3 * PAGE - 4) * dim
+    assert_close("rotary", both[1].nan_to_num(), both[0].nan_to_num(), torch.float32)
+    plain = torch.nn.functional.layer_norm(k[0], (dim,), norm.weight, norm.bias, 1e-5)
+    assert_close("rotary", both[0][2, 3, ROPE:], plain[ROPE:], torch.float32)
+    assert torch.equal(naive[..., ROPE:], q[..., ROPE:])
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("most_gathered", [1, 1 << 22])
+def test_f10_queries_attend_to_what_they_chose(
+    most_gathered: int, is_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F10: in whatever order and however many at once; rows that were not chosen are not read, and
+    a query that chose none gives zeros."""
+    monkeypatch.setattr(torch_ops, "MAX_GATHERED", most_gathered)
+    pages = pages_of(randn(3 * PAGE, LATENT + ROPE), 4, is_fp8=is_fp8)
+    slots = torch.tensor([[5, 0, 11, 7], [2, 3, -1, -1], [-1, -1, -1, -1], [9, -1, -1, -1]])
+    queries = randn(4, HEADS, LATENT + ROPE, seed=1)
+    naive = reference.attend_chosen(queries, pages, slots, SCALE, LATENT)
+    ours = torch_ops.attend_chosen(queries, pages, slots, SCALE, LATENT)
+    assert_close("attention", ours, naive, torch.float32)
+    assert ours[2].eq(0).all()
+    rows = reference.latent_read(pages, slots[0], LATENT, ROPE, torch.float32)
+    alone = reference.latent_decode(
+        queries[:1], rows[None], torch.zeros(1, 1, dtype=torch.int32), int32(4), SCALE, LATENT
+    )
+    assert_close("attention", naive[:1], alone, torch.float32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyroots.errors import ConfigError
-from manyroots.layers.memories import KV
+from manyroots.layers.memories import KV, Latent
 from manyroots.store.arena import PART_ALIGNMENT, PartShape, StateArena, state_bytes
 
 CPU = torch.device("cpu")
@@ -44,6 +44,27 @@ def test_f05_what_layers_write_into_their_parts_overlaps_nowhere() -> None:
         assert view[0].eq(0).all()
     with pytest.raises(ConfigError, match=r"GiB on cpu.*--checkpoint-memory-bytes"):
         StateArena(2**40, PARTS, 32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn"])
+def test_f10_a_page_of_latents_and_index_keys_is_one_contiguous_piece(dtype: str | None) -> None:
+    """F10: layers see both as tensors of their own, keys in the model's dtype beside FP8 latents,
+    and a page's bytes, copied, are all of it."""
+    memory = Latent(20, 6, dtype, index=14, num_chosen=3)
+    arena = memory.make_arena(5, 4, 3, torch.bfloat16, CPU)
+    assert arena.data[3].is_contiguous()
+    assert arena.data[3].nbytes == memory.unit_bytes(4, 3, torch.bfloat16)
+    views = [view for layer in range(3) for view in arena.layer(layer)]
+    assert [view.shape[:2] for view in views] == [(5, 4)] * 6
+    assert {(view.shape[2], view.dtype) for view in views[1::2]} == {(14, torch.bfloat16)}
+    for number, view in enumerate(views):
+        view[1] = number + 1
+    arena.data[2] = arena.data[1]
+    for number, view in enumerate(views):
+        assert view[2].eq(number + 1).all()
+        assert view[0].eq(0).all()
+    with pytest.raises(ConfigError, match=r"GiB on cpu.*--kv-cache-memory-bytes"):
+        memory.make_arena(2**40, 1024, 32, torch.float32, CPU)
 
 
 def test_a_layer_is_a_view_of_the_arena() -> None:

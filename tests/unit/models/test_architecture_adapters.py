@@ -26,8 +26,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek-v2": {},
     "deepseek-v2-lite": {},
     "deepseek-v3": {},
+    "deepseek-v32": {},
     "deepseek-v4": {},
     "glm4-moe-lite": {},
+    "glm-moe-dsa": {},
     "minicpm3": {},
     "kimi-linear": {},
 }

@@ -134,18 +134,24 @@ def test_f07_a_token_takes_a_latent_and_a_rotated_part() -> None:
     assert memory.in_dtype("float8_e4m3fn").unit_bytes(1, 1, torch.bfloat16) == 592
 
 
-@pytest.mark.parametrize("kind", ["deepseek-v2-lite", "minicpm3"])
-def test_f07_latents_in_fp8_stay_near(kind: str, tmp_path: Path) -> None:
-    """F07: kept in FP8 with a scale for either part, latents move logits by a tenth of their spread
-    at most; and by the same in chunks, since every query reads what was kept."""
-    theirs = save_tiny(tmp_path, kind)
-    ours = load_tiny(tmp_path)
+def in_fp8_pages(ours: Decoder) -> Decoder:
+    """The same weights, with latents kept in FP8."""
     spec = with_pages_in(ours.spec, "fp8")
     model = Decoder(spec, dtype=torch.float32, device=torch.device("cpu"))
     filled = ours.weights()
     for name, fill in model.weights().items():
         fill.place.copy_(filled[name].place)
     model.pack_weights()
+    return model
+
+
+@pytest.mark.parametrize("kind", ["deepseek-v2-lite", "minicpm3"])
+def test_f07_latents_in_fp8_stay_near(kind: str, tmp_path: Path) -> None:
+    """F07: kept in FP8 with a scale for either part, latents move logits by a tenth of their spread
+    at most; and by the same in chunks, since every query reads what was kept."""
+    theirs = save_tiny(tmp_path, kind)
+    ours = load_tiny(tmp_path)
+    model = in_fp8_pages(ours)
     tokens = prompts()
     whole = PagedModel(model).step(tokens)
     for name, ids in tokens.items():
@@ -177,8 +183,8 @@ def test_q01_products_in_fp8_blocks_are_absorbed_as_they_are_expanded(tmp_path: 
 
 
 def test_f01_layers_that_predict_ahead_are_left_out_by_name(tmp_path: Path) -> None:
-    """F01: checkpoints of V3 and GLM Flash have them after the last layer."""
-    for kind in ("deepseek-v3", "glm4-moe-lite"):
+    """F01: checkpoints of V3, V3.2, GLM Flash and GLM-5 have them after the last layer."""
+    for kind in ("deepseek-v3", "deepseek-v32", "glm4-moe-lite", "glm-moe-dsa"):
         folder = tmp_path / kind
         theirs = save_tiny(folder, kind)
         tensors = load_file(folder / "model.safetensors")

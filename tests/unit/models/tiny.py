@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     Gemma2Config,
@@ -24,6 +26,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -186,6 +190,7 @@ DEEPSEEK: dict[str, Any] = {
     "n_group": 4,
     "topk_group": 2,
 }
+INDEX: dict[str, Any] = {"index_n_heads": 13, "index_head_dim": 14, "index_topk": 6}
 DEEPSEEK_V4: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 1,
@@ -378,6 +383,16 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         DeepseekV3Config, DeepseekV3ForCausalLM,
         {**DEEPSEEK, "num_mtp_layers": 0, "attention_bias": True, "rope_interleave": False,
          "norm_topk_prob": False, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v32": (
+        DeepseekV32Config, DeepseekV32ForCausalLM,
+        {**DEEPSEEK, **INDEX, "rope_parameters": LATENT_YARN},
+    ),
+    "glm-moe-dsa": (
+        GlmMoeDsaConfig, GlmMoeDsaForCausalLM,
+        {**DEEPSEEK, **INDEX, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+         "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"],
+         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     ),
     "deepseek-v4": (DeepseekV4Config, DeepseekV4ForCausalLM, DEEPSEEK_V4),
     "glm4-moe-lite": (

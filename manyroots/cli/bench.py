@@ -14,6 +14,7 @@ from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_publish import add_publish
 from manyroots.cli.bench_router import add_router
+from manyroots.cli.bench_routing import add_routing
 from manyroots.cli.bench_speculation import add_speculation
 from manyroots.cli.bench_table import add_table
 from manyroots.cli.bench_tiers import add_tiers
@@ -55,6 +56,7 @@ def add_bench_command(commands: Any) -> None:
     add_speculation(kinds)
     add_host(kinds)
     add_router(kinds)
+    add_routing(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
     _add_adapters(kinds)

@@ -102,8 +102,10 @@ _REFRESH_EVERY = 64
 """Requests after which every replica's share of the work is computed anew."""
 DELAY = 1.0
 """How much more a request's own tokens count, because they delay the requests after it."""
-PRESSURE = 1.0
-"""How much more a token counts at a replica with twice the mean work."""
+PRESSURE = 4.0
+"""How much more a token counts at a replica with twice the mean work. Over six traces and three
+machines in the simulator, 4 kept every queue below 1.25 times the mean; 1 did not, and found no
+more."""
 DISPLACEMENT = 3.0
 """How much more an adapter's load counts where another adapter has to leave for it."""
 SESSION_SHARE = 0.1
@@ -319,7 +321,8 @@ class Router:
         # Where all batch slots are taken, one is free after about a prompt for each request.
         num_waiting = max(0, num_open + 1 - self.limits.max_num_seqs)
         work = self._work[replica] * self.num_replicas / self._total_work
-        self._token_s[replica] = token_s + (num_waiting + DELAY + PRESSURE * work) * measured_s
+        pressure = max(0.0, 1.0 + PRESSURE * (work - 1.0))
+        self._token_s[replica] = token_s + (num_waiting + DELAY + pressure) * measured_s
         if not self.is_up[replica]:
             self._first_s[replica] = math.inf
 

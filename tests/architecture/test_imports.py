@@ -63,10 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The extra `ray`: what Ray starts and watches.
     "ray": BASE | {"engine", "gateway", "api"},
     # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
-    # the processor's share of a step a runner without a device.
+    # the processor's share of a step a runner without a device. One of routing simulates what it
+    # served.
     "bench": BASE
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
-    | {"layers", "kernels", "distributed", "runner", "routing"},
+    | {"layers", "kernels", "distributed", "runner", "routing", "simulate"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine", "routing"},
     # Knows servers by their HTTP alone.
     "conformance": {"errors", "version"},

@@ -2,16 +2,23 @@
 
 A real engine whose blocks hold a few of the adapters serves streams all the time, while
 names are loaded, replaced with other weights and unloaded. Each request's tokens are compared with
-those of the weights that its name had when it was submitted, computed alone. At the end every name
-is unloaded, and nothing may be left: no block, slot, host copy or page. Prints counts; exits 1 if
-anything is wrong.
+those of the weights that its name had when it was submitted, computed alone.
+
+The changes come in parts, all in one engine. After each part every name is unloaded, and nothing
+may be left: no block, slot, host copy or page. Prints a line of JSON for each part; exits 1 if
+anything is wrong. `--from-part 12` continues a run that was interrupted after part 11: a part's
+changes depend on its number and the seed alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
+import resource
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -29,12 +36,15 @@ RECIPES = {
 PROMPTS = tuple([5, number, 7, 11] for number in range(3))
 NUM_BLOCKS = 5
 MAX_STREAMS = 12
+PART_CHANGES = 250
+LONGEST = 24
 
 
 class Churn:
     """One engine, and what it should say."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        self._seed = seed
         self.rng = random.Random(f"churn {seed}")
         world = TinyWorld(folder, RECIPES)
         self._alone = AdapterEngine(world, names={text: text for text in RECIPES}, max_loras=1)
@@ -50,8 +60,8 @@ class Churn:
     def expected(self, content: str, prompt: int, length: int) -> list[int]:
         key = (content, prompt)
         if key not in self._expected:
+            longest = SamplingParams(max_tokens=LONGEST, temperature=0, ignore_eos=True)
             number = len(self._expected)
-            longest = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
             self._alone.submit(number, PROMPTS[prompt], content, sampling=longest)
             self._alone.run()
             self._expected[key] = self._alone.tokens(number)
@@ -78,7 +88,7 @@ class Churn:
 
     def ask(self) -> None:
         name = self.rng.choice(list(self.contents))
-        prompt, length = self.rng.randrange(len(PROMPTS)), self.rng.randint(1, 24)
+        prompt, length = self.rng.randrange(len(PROMPTS)), self.rng.randint(1, LONGEST)
         sampling = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
         self.engine.submit(self._next, PROMPTS[prompt], name, sampling=sampling)
         self._asked[self._next] = (self.contents[name], prompt, length)
@@ -94,7 +104,9 @@ class Churn:
             self.counts["requests"] += 1
             self.counts["tokens"] += len(given)
 
-    def run(self, num_changes: int) -> None:
+    def run(self, num_changes: int, part: int = 0) -> None:
+        """One part: changes under streams, after which nothing may be left."""
+        self.rng = random.Random(f"churn {self._seed} {part}")
         for _ in range(num_changes):
             self.change()
             while self.contents and len(self._asked) < self.rng.randint(1, MAX_STREAMS):
@@ -102,10 +114,12 @@ class Churn:
             self.step()
         for name in list(self.contents):
             self.engine.unload(name)
+        self.contents.clear()
         while self._asked or self.engine.loop.has_work:
             self.step()
         self.engine.run()
         self.engine.assert_nothing_of_adapters_is_left()
+        self.engine.replies.clear()
         slots = self.engine.residency.slots
         assert slots.num_free_blocks == NUM_BLOCKS, "a block is lost"
         stats = self.engine.loop.stats().adapters
@@ -117,12 +131,29 @@ class Churn:
         self._alone.close()
 
 
+def run_parts(churn: Churn, num_changes: int, first_part: int) -> None:
+    """All parts from this one on; the last may be shorter."""
+    for part, begin in enumerate(range(0, num_changes, PART_CHANGES)):
+        if part < first_part:
+            continue
+        before, begin_s = churn.counts.copy(), time.process_time()
+        churn.run(min(PART_CHANGES, num_changes - begin), part)
+        report: dict[str, float] = {"part": part, **(churn.counts - before)}
+        report["processor_s"] = round(time.process_time() - begin_s, 1)
+        report["most_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        print(json.dumps(report), flush=True)
+
+
 def main(words: list[str]) -> int:
-    num_changes = int(words[0]) if words else 1000
+    parser = argparse.ArgumentParser(prog="python -m tests.soaks.adapter_churn")
+    parser.add_argument("changes", type=int, nargs="?", default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from-part", type=int, default=0)
+    args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
-        churn = Churn(Path(folder), int(words[1]) if len(words) > 1 else 0)
+        churn = Churn(Path(folder), args.seed)
         try:
-            churn.run(num_changes)
+            run_parts(churn, args.changes, args.from_part)
         except AssertionError as error:
             print(dict(churn.counts), "wrong:", error)
             return 1

@@ -464,6 +464,8 @@ class Stats:
     total_pauses: int = 0
     total_skipped_checkpoints: int = 0
     """States of recurrent layers that were not saved because memory was full."""
+    first_runs: dict[str, int] = field(default_factory=dict)
+    """By kind: kernels compiled and graphs captured for steps, because the start did not."""
 
 
 @dataclass(frozen=True, slots=True)

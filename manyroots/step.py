@@ -255,6 +255,15 @@ class RowFault:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstRun:
+    """Something that a step had to wait for, because the engine's start did not make it."""
+
+    kind: str
+    """`kernel` or `graph`."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step gave."""
 
@@ -280,6 +289,8 @@ class StepResult:
     """How long the model computed; 0 where it was not measured."""
     is_graph: bool = False
     """Whether a captured graph computed it, and not kernel by kernel."""
+    first_runs: tuple[FirstRun, ...] = ()
+    """What was compiled or captured for it."""
 
 
 class Runner(Protocol):

@@ -20,7 +20,7 @@ Called by the loop's thread alone. Knows no prompt, no tensor and no slot.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +74,8 @@ logger = logging.getLogger(__name__)
 
 NUM_READS = 4
 """Adapters read at once: as many slow folders delay no other, and cold adapters share the cores."""
+MAX_LOAD_TIMES = 4096
+"""Times of loads that are kept for metrics; an offline engine has none that take them."""
 MAX_FOUND_NAMES = 1024
 """Most names found in --lora-source that are known at once."""
 
@@ -134,7 +136,7 @@ class AdapterDirectory:
         self.reads: Reads[_Read] = Reads(NUM_READS)
         self._outcomes: list[tuple[RequestId, Hold | Output]] = []
         self._replies: list[LoraReply] = []
-        self._read_times: list[LoadTime] = []
+        self._read_times: deque[LoadTime] = deque(maxlen=MAX_LOAD_TIMES)
         for module in settings.lora_modules:
             self.note(module)
 
@@ -204,7 +206,8 @@ class AdapterDirectory:
         return replies
 
     def take_read_times(self) -> list[LoadTime]:
-        times, self._read_times = self._read_times, []
+        times = list(self._read_times)
+        self._read_times.clear()
         return times
 
     def close(self) -> None:

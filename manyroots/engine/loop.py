@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from manyroots.adapter_names import LoraModule
 from manyroots.cache.events import CacheEvent
-from manyroots.engine.adapter_directory import AdapterDirectory
+from manyroots.engine.adapter_directory import MAX_LOAD_TIMES, AdapterDirectory
 from manyroots.engine.connectors import Connectors
 from manyroots.engine.preparation import Preparation
 from manyroots.engine.self_check import SelfCheck
@@ -64,7 +64,7 @@ class _LoadTimer:
 
     def __init__(self) -> None:
         self._begun: dict[LoadId, tuple[LoadAdapter, float]] = {}
-        self._ended: list[LoadTime] = []
+        self._ended: deque[LoadTime] = deque(maxlen=MAX_LOAD_TIMES)
 
     def launch(self, plan: Plan) -> None:
         for intent in plan.adapters:
@@ -80,7 +80,8 @@ class _LoadTimer:
             self._ended.append(LoadTime(load.source, target, seconds, is_good, digest))
 
     def take(self) -> list[LoadTime]:
-        ended, self._ended = self._ended, []
+        ended = list(self._ended)
+        self._ended.clear()
         return ended
 
 
@@ -157,6 +158,8 @@ class EngineLoop:
         self._gathered = StepOutputs([])
         self._failures_in_a_row = 0
         self._load_timer = _LoadTimer()
+        self._first_runs: Counter[str] = Counter(kernel=0, graph=0)
+        """Kernels and graphs that steps had to wait for, by kind."""
         self.ways: dict[str, dict[str, float]] = {}
         """Load times of adapters, by digest and route; only for display."""
         self._take_weights = take_weights
@@ -346,7 +349,7 @@ class EngineLoop:
             del self.ways[next(iter(self.ways))]
 
     def stats(self) -> Stats:
-        stats = self._scheduler.stats()
+        stats = replace(self._scheduler.stats(), first_runs=dict(self._first_runs))
         if self._connectors is not None:
             dropped, failed = self._connectors.dropped, self._connectors.failed
             stats = replace(stats, connector_drops=dropped, connector_failures=failed)
@@ -376,6 +379,9 @@ class EngineLoop:
         if self._connectors is not None:
             self._tell_connectors(result)
         self._load_timer.answer(result.adapters)
+        for run in result.first_runs:
+            self._first_runs[run.kind] += 1
+            logger.info("step %d: %s %s was made for it", result.step_id, run.kind, run.name)
         began_s, self._done_at_s = max(self._planned_at_s.popleft(), self._done_at_s), self._now()
         made = self._scheduler.advance(result, self._done_at_s - began_s)
         self._gathered.outputs.extend(made.outputs)

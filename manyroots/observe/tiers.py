@@ -57,6 +57,12 @@ class TierCounts(Collector):
                 "result",
                 checks,
             )
+        yield self._counter(
+            "manyroots:first_runs",
+            "Kernels compiled and graphs captured for steps, because the start did not.",
+            "kind",
+            stats.first_runs,
+        )
         if stats.connector_drops:
             yield self._counter(
                 "manyroots:connector_batches_dropped",

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from manyroots.kernels.sampling.rows import Sampled
 from manyroots.process.progress import track
+from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.forward import PacketViews
 from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
@@ -93,6 +94,7 @@ class Graphs:
         has_adapters: bool,
         device: torch.device,
         capture: bool,
+        first_runs: FirstRuns,
     ) -> None:
         self._model = model
         self._choose = choose
@@ -101,9 +103,12 @@ class Graphs:
         self._kinds = (False, True) if has_adapters else (False,)
         self._device = device
         self._captures = capture
+        self._first_runs = first_runs
         self.was_replayed = False
         """Whether the newest step was a graph, and not launched kernel by kernel."""
         self._graphs: dict[GraphKey, Captured] = {}
+        self.used: Counter[GraphKey] = Counter()
+        """Steps of each kind."""
         self._times_needed: Counter[GraphKey] = Counter()
         """Of kinds that have no graph."""
         self._memory = torch.cuda.graph_pool_handle() if capture else None
@@ -128,6 +133,7 @@ class Graphs:
             len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
             "shared_lens" in arrays, mixed,
         )  # fmt: skip
+        self.used[key] += 1
         captured = self._graph_of(key)
         self.was_replayed = captured is not None
         if captured is None:
@@ -153,6 +159,7 @@ class Graphs:
             self._times_needed[key] += 1
             if self._times_needed[key] >= CAPTURED_AT:
                 captured = self._graphs[key] = self._capture(key)
+                self._first_runs.note("graph", key)
         return captured
 
     def capture_all(self, mixed: Sequence[MixedShape]) -> None:

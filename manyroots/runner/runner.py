@@ -31,6 +31,7 @@ from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts
+from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.forward import Forward, PacketViews
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
@@ -148,6 +149,7 @@ class ModelRunner:
         is_gpu = self._device.type == "cuda"
         if fixed_shapes is None:
             fixed_shapes = is_gpu and decoder.kernels.ask_nothing
+        self._first_runs = FirstRuns()
         self._graphs: Graphs | None = None
         self._sharing: Sharing | None = None
         """None where kernels group rows by themselves."""
@@ -161,6 +163,7 @@ class ModelRunner:
                 has_adapters=self._pool is not None,
                 device=self._device,
                 capture=is_gpu and use_graphs,
+                first_runs=self._first_runs,
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
@@ -193,6 +196,7 @@ class ModelRunner:
             self._in_warmup(
                 lambda warmup: warmup.warm_up(max_num_tokens, has_adapters=has_adapters)
             )
+        self._thread.submit(self._first_runs.begin).result()
 
     def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
         """Bytes that steps of so many tokens take on a GPU beyond what this runner has now, graphs
@@ -496,6 +500,7 @@ class ModelRunner:
         failures = self._state.failures_of(step.rows)
         of_requests = self._state.of_requests(step.rows)
         vocab = self._decoder.spec.vocab_size
+        first_runs = self._first_runs.take()
 
         def answer() -> StepResult:
             sampled = step.wait()
@@ -525,6 +530,7 @@ class ModelRunner:
                 copies=ends.copies,
                 adapters=ends.adapters,
                 is_graph=is_graph,
+                first_runs=first_runs,
             )
 
         return answer

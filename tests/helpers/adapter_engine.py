@@ -164,7 +164,7 @@ class AdapterEngine:
         scheduler = Scheduler(step, self.cache, self.residency, max_model_len=MAX_LEN)
         files = AdapterFiles(self._read, self.loader.keep)
         directory = AdapterDirectory(lora, scheduler, files, base_names={"base"})
-        runner = make_runner(
+        self.model_runner = runner = make_runner(
             self.model, self.loader, num_pages=num_pages, page_size=PAGE_SIZE,
             max_num_seqs=max_num_seqs, max_model_len=MAX_LEN,
         )  # fmt: skip

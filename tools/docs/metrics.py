@@ -44,6 +44,7 @@ def collected() -> list[Metric]:
         storage=_zeros(StorageStats),
         self_check=_zeros(SelfCheckStats),
         missed_tokens={"cold": 0},
+        first_runs={"kernel": 0},
         speculation=_zeros(SpeculationStats, accepted_by_place=(0,)),
     )
     metrics = Metrics("model", lambda: stats, max_loras=1, cache_config={"block_size": "16"})

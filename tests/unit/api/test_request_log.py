@@ -85,7 +85,13 @@ async def test_g09_no_line_unless_asked(caplog: pytest.LogCaptureFixture) -> Non
 
 def stats(**counts: float) -> Stats:
     zeros: dict[str, Any] = dict.fromkeys(Stats.__dataclass_fields__, 0)
-    return Stats(**(zeros | {"adapters": None, "storage": None, "missed_tokens": {}} | counts))
+    return Stats(
+        **(
+            zeros
+            | {"adapters": None, "storage": None, "missed_tokens": {}, "first_runs": {}}
+            | counts
+        )
+    )
 
 
 def test_g09_throughput_is_of_the_time_between_two_looks() -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.graphs import GraphKey, Graphs, graph_sizes
 from manyroots.runner.step_arrays import NamedArrays
+from manyroots.step import FirstRun
 
 
 @pytest.mark.parametrize("most", [1, 5, 64, 100, 256])
@@ -43,14 +45,16 @@ def test_a_kind_that_was_not_captured_at_start_is_when_it_is_needed_again(
         captured.append(key)
         return Captured()
 
+    first_runs = FirstRuns()
     graphs = Graphs(
         lambda views, key: launched.append(key), lambda logits, views: "launched",
         lambda key: {}, max_num_rows=8, has_adapters=False, device=torch.device("cpu"),
-        capture=False,
+        capture=False, first_runs=first_runs,
     )  # fmt: skip
     monkeypatch.setattr(graphs, "_captures", True)
     monkeypatch.setattr(graphs, "_capture", capture)
     graphs.capture_all([])
+    first_runs.begin()
     at_start = list(captured)
     assert [key.size for key in at_start] == [8, 4, 2, 1]
     arrays = {"tokens": np.zeros(8, np.int32)}
@@ -60,5 +64,7 @@ def test_a_kind_that_was_not_captured_at_start_is_when_it_is_needed_again(
     assert captured == at_start
     assert graphs.run(rare) == graphs.run(rare) == "a graph's"
     assert captured == [*at_start, GraphKey(8, with_adapters=False, shares=True)]
+    assert first_runs.take() == (FirstRun("graph", str(captured[-1])),)
+    assert graphs.used == {GraphKey(8, with_adapters=False): 1, captured[-1]: 3}
     assert len(launched) == 1
     assert len(replayed) == 3

@@ -123,9 +123,9 @@ class PrefixCache:
         self._tree = self.index.tree
         self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
+        self._is_sole = layout.is_sole
         self._learns_turns = any(plane.family.reach is not None for plane in layout.device)
         self._next_serial = 1
-        self._committed_step = StepId(0)
         self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
         self.left_storage_alone = False
@@ -303,12 +303,12 @@ class PrefixCache:
 
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it is reliable now."""
-        self._committed_step = max(self._committed_step, step_id)
-        self.storage.pass_to(step_id)
         announced = self.publisher.commit_step(step_id)
-        if self.layout.host:
-            for serial, nodes in announced:
-                self._writer.published(serial, nodes)
+        if not self.layout.host:
+            return
+        self.storage.pass_to(step_id)
+        for serial, nodes in announced:
+            self._writer.published(serial, nodes)
         if self._allocator.has_allocated:
             # Only then: an idle cache must stop copying, however small its host tier is.
             self._allocator.has_allocated = False
@@ -377,7 +377,7 @@ class PrefixCache:
         self._states.forget(lease)
         has_newer: set[int] = set()
         for checkpoint in reversed(lease.checkpoints):
-            is_saved = checkpoint.step_id <= self._committed_step
+            is_saved = checkpoint.step_id <= self.publisher.committed_step
             is_passed = checkpoint.family in has_newer and self._states.is_of_output(
                 lease, checkpoint
             )
@@ -472,6 +472,8 @@ class PrefixCache:
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order in which they must run. States that it
         saves are findable from now on."""
+        if self._is_sole:  # no other tier, and no state
+            return ()
         self.publisher.announce_checkpoints()
         self._writer.sent()
         copies = self._states.take_copies() + self.prefetcher.take_intents()
@@ -479,7 +481,7 @@ class PrefixCache:
 
     def take_keeps(self) -> tuple[KeepStored, ...]:
         """Pages that storage is to keep longer, for the step being planned."""
-        return self.marks.take_keeps()
+        return self.marks.take_keeps() if self.marks.has_keeps else ()
 
     @property
     def has_keeps(self) -> bool:

@@ -42,7 +42,8 @@ class Publisher:
         """By (plane, unit): node and depth of what a running step fills in older nodes."""
         self._saved: list[tuple[Lease, Checkpoint]] = []
         """States that the step being planned saves."""
-        self._committed = StepId(0)
+        self.committed_step = StepId(0)
+        """The newest step that succeeded."""
         self._tick = 0
         self._paged_planes = [plane.index for plane in self._paged]
         self._has_spine = any(plane.is_ordered for plane in self._paged)
@@ -153,13 +154,13 @@ class Publisher:
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is already findable, but filled by a step that is not done."""
-        return node.step_id > self._committed or any(
+        return node.step_id > self.committed_step or any(
             (plane, unit) in filled for filled in self._filled.values()
         )
 
     def commit_step(self, step_id: StepId) -> list[tuple[int, list[Node]]]:
         """Announced pages are reliable now; returns the nodes, with the serial of their lease."""
-        self._committed = max(self._committed, step_id)
+        self.committed_step = max(self.committed_step, step_id)
         self._filled.pop(step_id, None)
         return self._pending.pop(step_id, [])
 

@@ -321,7 +321,8 @@ class Residency:
     def step_done(self, step_id: StepId, seconds: float = 0.0) -> None:
         """The oldest launched step is over, well or not; it uses no slot any more. `seconds`: what
         it took, if that is known."""
-        self.transfers.step_done(seconds)
+        if seconds:
+            self.transfers.step_done(seconds)
         for digest, ref in self.slots.step_done(step_id):
             self.transfers.drop(digest, Tier.DEVICE, ref)
 
@@ -357,7 +358,7 @@ class Residency:
 
     def flush(self) -> tuple[AdapterIntent, ...]:
         """What the execute half must do now. Call after every step planned, and when idle."""
-        return self.transfers.flush()
+        return self.transfers.flush() if self.transfers.intents else ()
 
     def stats(self) -> AdapterStats:
         transfers, blocks = self.transfers, self.limits.blocks

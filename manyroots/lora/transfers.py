@@ -126,8 +126,7 @@ class AdapterTransfers:
         self._num_launched += 1
 
     def step_done(self, seconds: float) -> None:
-        if seconds:
-            self._step_s = KEPT * self._step_s + (1 - KEPT) * seconds
+        self._step_s = KEPT * self._step_s + (1 - KEPT) * seconds
 
     def flush(self) -> tuple[AdapterIntent, ...]:
         intents, self.intents = tuple(self.intents), []

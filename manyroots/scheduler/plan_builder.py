@@ -199,7 +199,7 @@ class PlanBuilder:
         )
         total_tokens = self._budget - self.num_tokens_left
         tenancies = self._rows.tenancy[rows]
-        drafts = {int(draft.row): draft.tokens for draft in self._drafts}
+        drafts = {int(draft.row): draft.tokens for draft in self._drafts} if self._drafts else {}
         return plan, Launched(
             self.step_id, rows, num_tokens, samples, tenancies, total_tokens, drafts
         )

@@ -98,7 +98,8 @@ class Results:
             raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
         self._cache.commit_step(step.step_id)
         self._adapters.step_done(step.step_id, result.seconds)
-        outputs = self.take_arrivals(result)
+        has_news = result.copies or result.adapters
+        outputs = self.take_arrivals(result) if has_news else []
         self.total_step_tokens += step.total_tokens
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
             self._cache.measured_prefill(step.total_tokens, result.seconds)

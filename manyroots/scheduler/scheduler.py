@@ -207,7 +207,8 @@ class Scheduler:
     def schedule(self) -> Plan | None:
         """The next step. None if there is nothing to do right now, or while guesses are being
         checked."""
-        if self._results.checks_drafts:
+        speculation = self._speculation
+        if speculation is not None and self._results.checks_drafts:
             return None
         builder = PlanBuilder(
             StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows
@@ -216,13 +217,13 @@ class Scheduler:
             self._memory.balance(self._without_room)
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
-        all_run = self._all_run
+        all_run = len(self._requests) == len(self._rows.running)
         if not all_run:
             self._admission.choose_adapters(builder.step_id, self._departures.pause)
-        if self._speculation is not None:
-            self._speculation.choose(self._rows.running, builder.step_id)
-            if self._speculation.is_on:
-                self._draft(self._speculation, builder)
+        if speculation is not None:
+            speculation.choose(self._rows.running, builder.step_id)
+            if speculation.is_on:
+                self._draft(speculation, builder)
         # Decodes first: a long prompt must not delay running streams.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
@@ -242,7 +243,7 @@ class Scheduler:
                     without_room |= self._admission.admit(builder, make_way, importance - 1)
                 for request in yielding:
                     self._continue(request, builder)
-        if not (all_run and self._all_run):
+        if not all_run or self._departures.num_retractions > num_retracted:
             self._admission.lose_patience(builder.step_id)
             if self._departures.num_retractions == num_retracted:
                 without_room |= self._admission.admit(builder, make_way)
@@ -252,22 +253,18 @@ class Scheduler:
         self._has_retracted = self._departures.num_retractions > num_retracted
         copies, keeps = self._cache.take_copies(), self._cache.take_keeps()
         intents = self.adapters.flush()
-        waits = builder.is_empty and not self._results.in_flight and self._is_waiting
-        if builder.is_empty and not (copies or keeps or intents or waits):
+        is_empty, is_ahead = builder.is_empty, bool(self._results.in_flight)
+        waits = is_empty and not is_ahead and self._is_waiting
+        if is_empty and not (copies or keeps or intents or waits):
             return None
         self._next_step_id += 1
         lent = () if self._memory is None else self._memory.take_lent()
         plan, launched = builder.to_plan(copies, intents, waits=waits, keeps=keeps, lent_units=lent)
-        launched.is_ahead = bool(self._results.in_flight)
-        launched.may_draft = self._speculation is not None and self._speculation.is_on
+        if speculation is not None:
+            launched.is_ahead, launched.may_draft = is_ahead, speculation.is_on
         self._results.in_flight.append(launched)
         self.adapters.step_launched(builder.step_id)
         return plan
-
-    @property
-    def _all_run(self) -> bool:
-        """Whether no request waits or is paused."""
-        return len(self._requests) == len(self._rows.running)
 
     @property
     def _is_waiting(self) -> bool:

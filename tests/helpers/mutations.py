@@ -578,7 +578,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "checkpoint.step_id <= self._committed_step",
+        "checkpoint.step_id <= self.publisher.committed_step",
         "checkpoint.step_id > 0",
         "a state is published although its step has not committed",
     ),

@@ -608,7 +608,7 @@ class PrefixCache:
             total_lookup_tokens=self._total_lookup,
             total_hit_tokens=self._total_hit,
             total_host_hit_tokens=self._total_host_hit,
-            missed_tokens={limit.name.lower(): n for limit, n in self._missed.items()},
+            missed_tokens={limit.label: n for limit, n in self._missed.items()},
             total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
             storage=self.storage.stats() if self._policies.uses_storage else None,

@@ -31,6 +31,10 @@ class Limit(enum.Enum):
     __hash__ = object.__hash__
     """Every request is counted by its limit; an enum's own hash is a slow Python function."""
 
+    def __init__(self, meaning: str) -> None:
+        self.label = self._name_.lower()
+        """As callers read it, also for every request; an enum's own name is a slow property."""
+
 
 class Match(NamedTuple):
     """The result of a lookup."""

@@ -98,7 +98,8 @@ class Publisher:
         if not self._announces:
             return
         self._announce_pages(lease, tokens, num_tokens, step_id)
-        self._saved += [(lease, saved) for saved in lease.checkpoints if saved.step_id == step_id]
+        if lease.checkpoints:
+            self._saved += [(lease, each) for each in lease.checkpoints if each.step_id == step_id]
 
     def _announce_pages(
         self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId

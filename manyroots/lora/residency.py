@@ -316,7 +316,7 @@ class Residency:
     def step_launched(self, step_id: StepId) -> None:
         """A step with the requests that are seated now is on its way."""
         self.slots.step_launched(step_id)
-        self.transfers.step_launched()
+        self.transfers.num_launched += 1
 
     def step_done(self, step_id: StepId, seconds: float = 0.0) -> None:
         """The oldest launched step is over, well or not; it uses no slot any more. `seconds`: what

@@ -74,7 +74,7 @@ class AdapterTransfers:
         """By source, what loads took."""
         self.load_seconds = {Tier.HOST: LoadSeconds(), Tier.STORAGE: LoadSeconds()}
         self._next_load_id = 1
-        self._num_launched = 0
+        self.num_launched = 0
         """Steps, so far."""
         self._asked_at: dict[LoadId, int] = {}
         self._step_s = 0.0
@@ -93,7 +93,7 @@ class AdapterTransfers:
             num_bytes=version.spec.num_bytes,
         )
         self.loads[load_id] = load
-        self._asked_at[load_id] = self._num_launched
+        self._asked_at[load_id] = self.num_launched
         self.intents.append(load)
         self.total_loads[source] += 1
 
@@ -115,15 +115,12 @@ class AdapterTransfers:
         load = self.loads.pop(answer.load_id, None)
         if load is None:
             raise RuntimeError(f"load {answer.load_id} was answered, but is not under way")
-        self.load_steps[load.source].note(self._num_launched - self._asked_at.pop(load.load_id))
+        self.load_steps[load.source].note(self.num_launched - self._asked_at.pop(load.load_id))
         if load.target is not None and answer.error is None and answer.seconds:
             # However quick the copy was, its requests could not be in the step that ran meanwhile.
             self.load_seconds[load.source].note(load.num_bytes, answer.seconds + self._step_s)
         self.total_failed_loads += int(answer.error is not None)
         return load
-
-    def step_launched(self) -> None:
-        self._num_launched += 1
 
     def step_done(self, seconds: float) -> None:
         self._step_s = KEPT * self._step_s + (1 - KEPT) * seconds

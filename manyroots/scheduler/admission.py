@@ -312,14 +312,14 @@ class Admission:
         lanes that must wait for what a launched step computes."""
         claimed: list[Request] = []
         waiting, num_free = self.waiting, len(self._rows.free)
-        num_tokens_left = builder.num_tokens_left
+        importance, num_tokens_left = self._importance, builder.num_tokens_left
         order = waiting.lanes_in_order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
             lane = waiting.next_lane(order, is_open)
             if lane is None:
                 break
             head = lane.head
-            if self._is_less(head, least):
+            if importance is not None and importance(head) > least:
                 break
             num_kept = self.slices.num_kept_rows(lane.adapter)
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
@@ -475,7 +475,7 @@ class Admission:
             num_stored = min(request.num_fetched_tokens, lease.num_host_tokens)
             self.total_storage_hit_tokens += num_stored
             request.cache_use = CacheUse(
-                lease.num_host_tokens - num_stored, num_stored, lease.limit.name.lower()
+                lease.num_host_tokens - num_stored, num_stored, lease.limit.label
             )
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_tokens, is_first)

@@ -83,7 +83,7 @@ class SchedulerInspection:
             host = lease.num_host_tokens - num_stored
             num_pages, node = self._cache.held_by(lease)
             if request.num_cached_tokens is not None:
-                limit = lease.limit.name.lower()
+                limit = lease.limit.label
         return RequestView(
             submit.request_id,
             submit.adapter,

@@ -183,19 +183,19 @@ class PlanBuilder:
             rows, samples = _joined(rows, placed), _joined(samples, ends)
             num_tokens = _joined(num_tokens, counts)
             rows_int32, num_tokens_int32 = rows.astype(np.int32), num_tokens.astype(np.int32)
-        plan = Plan(
-            step_id=self.step_id,
-            arrivals=tuple(self._arrivals),
-            new_pages=tuple(self._growth),
-            rows=rows_int32,
-            num_tokens=num_tokens_int32,
-            samples=samples,
-            drafts=tuple(self._drafts),
-            copies=copies,
-            keeps=keeps,
-            adapters=adapters,
-            waits=waits,
-            lent_units=lent_units,
+        plan = Plan(  # by position: keyword arguments would take twice as long
+            self.step_id,
+            tuple(self._arrivals),
+            tuple(self._growth),
+            rows_int32,
+            num_tokens_int32,
+            samples,
+            tuple(self._drafts),
+            copies,
+            keeps,
+            adapters,
+            waits,
+            lent_units,
         )
         total_tokens = self._budget - self.num_tokens_left
         tenancies = self._rows.tenancy[rows]

@@ -98,8 +98,7 @@ class Results:
             raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
         self._cache.commit_step(step.step_id)
         self._adapters.step_done(step.step_id, result.seconds)
-        has_news = result.copies or result.adapters
-        outputs = self.take_arrivals(result) if has_news else []
+        outputs = self.take_arrivals(result) if result.copies or result.adapters else []
         self.total_step_tokens += step.total_tokens
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
             self._cache.measured_prefill(step.total_tokens, result.seconds)
@@ -280,7 +279,8 @@ class Results:
             num_committed = self._rows.committed[others].tolist()
             singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
             for row, token, num_before in singled:
-                request, logprobs = self._rows.request_at(row), _logprobs(result, row)
+                request = self._rows.request_at(row)
+                logprobs = _logprobs(result, row) if result.logprobs else []
                 # The newest token comes after the committed ones.
                 output = self._tell(request, [token], num_before + 1, logprobs)
                 if result.hidden and row in result.hidden:
@@ -295,23 +295,15 @@ class Results:
     ) -> Output:
         """The output of a request's newest tokens; the `num_tokens`-th may be its last."""
         token = tokens[-1]
-        num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
-        sampling = request.submit.sampling
-        # A grammar's end is the text's end, however early; the sampler allows no other end.
-        may_stop = (
-            num_output_tokens > sampling.min_tokens or sampling.structured_outputs is not None
-        )
-        if may_stop and token in request.stop_ids:
+        if token in request.stop_ids and _may_stop(request, num_tokens):
             reason, stop_token = FinishReason.STOP, token
         elif num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
-        output = Output(
-            request.submit.request_id, tokens, reason, request.num_cached_tokens or 0, stop_token
-        )
-        output.logprobs.extend(logprobs)
-        if request.prompt_logprobs and num_output_tokens == 1:
+        num_cached = request.num_cached_tokens or 0
+        output = Output(request.submit.request_id, tokens, reason, num_cached, stop_token, logprobs)
+        if request.prompt_logprobs and num_tokens == request.num_prompt_tokens + 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
         if request.cache_use is not None:
@@ -353,6 +345,14 @@ class Results:
         for step in reversed(steps):
             self._cache.fail_step(step.step_id)
         return outputs
+
+
+def _may_stop(request: Request, num_tokens: int) -> bool:
+    """Whether a stop token may be a request's `num_tokens`-th. A grammar's end is the text's end,
+    however early; the sampler allows no other end."""
+    sampling = request.submit.sampling
+    num_output_tokens = num_tokens - request.num_prompt_tokens
+    return num_output_tokens > sampling.min_tokens or sampling.structured_outputs is not None
 
 
 def _logprobs(result: StepResult, row: int) -> list[TokenLogprobs]:

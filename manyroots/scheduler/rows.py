@@ -245,10 +245,9 @@ class Rows:
             self.due[row] = covered if covered < last else last
         publish_at = 0
         if not lease.checkpoints:
-            num_pages = lease.num_published_pages
-            if num_pages * self._page_size < lease.num_covered_tokens:
-                # Committed but unpublished pages need no wait.
-                num_pages = max(num_pages, int(self.committed[row]) // self._page_size)
+            # Committed but unpublished pages need no wait.
+            num_committed = self.committed.item(row) // self._page_size
+            num_pages = max(lease.num_published_pages, num_committed)
             publish_at = (num_pages + 1) * self._page_size
         self.publish_at[row] = publish_at
         self.notice_at[row] = min(publish_at, last) if decodes else 0

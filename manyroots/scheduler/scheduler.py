@@ -215,8 +215,7 @@ class Scheduler:
         )
         if self._memory is not None:
             self._memory.balance(self._without_room)
-        num_retracted = self._departures.num_retractions
-        without_room: set[AdapterDigest | None] = set()
+        self._without_room, self._has_retracted = set(), False
         all_run = len(self._requests) == len(self._rows.running)
         if not all_run:
             self._admission.choose_adapters(builder.step_id, self._departures.pause)
@@ -226,31 +225,8 @@ class Scheduler:
                 self._draft(speculation, builder)
         # Decodes first: a long prompt must not delay running streams.
         growing = builder.decode()
-        prompts = list(self._rows.prompts) if self._rows.prompts else ()
-        later: list[Request] = []
-        if self._importance is not None and (len(growing) or prompts):
-            later = self._continue_by_importance(growing, builder, self._importance)
-        elif len(growing):
-            self._next_pages(growing, builder)
-        if self.slices.num_paused_requests:
-            self._resume(builder)
-        for request in () if self._importance is not None else prompts:
-            self._continue(request, builder)
-        make_way = None if self._importance is None else self._make_way
-        if self._importance is not None:
-            for importance, yielding in groupby(later, self._importance):
-                if self._departures.num_retractions == num_retracted:
-                    without_room |= self._admission.admit(builder, make_way, importance - 1)
-                for request in yielding:
-                    self._continue(request, builder)
-        if not all_run or self._departures.num_retractions > num_retracted:
-            self._admission.lose_patience(builder.step_id)
-            if self._departures.num_retractions == num_retracted:
-                without_room |= self._admission.admit(builder, make_way)
-            self._admission.fetch(builder.step_id)
-            self._admission.prepare_adapters(without_room)
-        self._without_room = without_room
-        self._has_retracted = self._departures.num_retractions > num_retracted
+        if not all_run or len(growing) or self._rows.prompts:
+            self._place_rest(growing, builder, all_run=all_run)
         copies, keeps = self._cache.take_copies(), self._cache.take_keeps()
         intents = self.adapters.flush()
         is_empty, is_ahead = builder.is_empty, bool(self._results.in_flight)
@@ -265,6 +241,37 @@ class Scheduler:
         self._results.in_flight.append(launched)
         self.adapters.step_launched(builder.step_id)
         return plan
+
+    def _place_rest(self, growing: Int64s, builder: PlanBuilder, *, all_run: bool) -> None:
+        """After the rows that only decode: place rows that need pages, resume paused requests, and
+        start waiting ones. `all_run`: no request waits or is paused."""
+        departures, importance = self._departures, self._importance
+        without_room = self._without_room
+        num_retracted = departures.num_retractions
+        prompts = list(self._rows.prompts)
+        later: list[Request] = []
+        if importance is not None and (len(growing) or prompts):
+            later = self._continue_by_importance(growing, builder, importance)
+        elif len(growing):
+            self._next_pages(growing, builder)
+        if self.slices.num_paused_requests:
+            self._resume(builder)
+        for request in () if importance is not None else prompts:
+            self._continue(request, builder)
+        make_way = None if importance is None else self._make_way
+        if importance is not None:
+            for least, yielding in groupby(later, importance):
+                if departures.num_retractions == num_retracted:
+                    without_room |= self._admission.admit(builder, make_way, least - 1)
+                for request in yielding:
+                    self._continue(request, builder)
+        if not all_run or departures.num_retractions > num_retracted:
+            self._admission.lose_patience(builder.step_id)
+            if departures.num_retractions == num_retracted:
+                without_room |= self._admission.admit(builder, make_way)
+            self._admission.fetch(builder.step_id)
+            self._admission.prepare_adapters(without_room)
+        self._has_retracted = departures.num_retractions > num_retracted
 
     @property
     def _is_waiting(self) -> bool:

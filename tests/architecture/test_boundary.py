@@ -37,7 +37,7 @@ BOUNDARY = {
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "is_worth_going_on", "kept",
     "num_cached_tokens", "refusal",
-    "limit", "num_covered_tokens", "num_found_pages", "num_host_tokens",
+    "label", "limit", "num_covered_tokens", "num_found_pages", "num_host_tokens",
     "num_published_pages", "onboarding", "patience_steps", "tables",
     # Numbers for metrics and logs
     "held_by", "missed_tokens", "num_cached", "num_free", "num_held", "num_units", "planes",

@@ -28,7 +28,7 @@ from manyroots.engine.client import EngineClient
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import UnavailableError
 from manyroots.gateway.replica_set import ReplicaSet
-from manyroots.gateway.router_client import RouterClient
+from manyroots.gateway.router_client import ROUTER_WAIT_S, RouterClient
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.replicas import ReplicaCounts
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from manyroots.api.page.hub import PageHub
 
 T = TypeVar("T")
+
+POLL_S = 0.02
 
 
 class Phase(enum.Enum):
@@ -205,10 +207,23 @@ class ServerState:
         return RequestWatch(facts, [*self.request_sinks, *more] if more else self.request_sinks)
 
     async def read(self, request: Request, kind: type[T]) -> T:
-        """The body of a caller's request."""
-        return await read_request(
+        """The body of a caller's request; at one of several gateways, when replicas serve."""
+        body = await read_request(
             request, kind, max_bytes=self.settings.max_body_bytes, notices=self.notices
         )
+        await self._until_served()
+        return body
+
+    async def _until_served(self) -> None:
+        """A router that has died is back in a moment: requests wait for it, for a while. A server
+        with one gateway tells its callers at once, because nothing else can tell them."""
+        end_s = time.monotonic() + ROUTER_WAIT_S if self.settings.gateways > 1 else 0.0
+        while (
+            self.phase in (Phase.LOADING, Phase.RESTARTING)
+            and not self.is_draining
+            and time.monotonic() < end_s
+        ):
+            await asyncio.sleep(POLL_S)
 
     def count_read_timeout(self, part: str) -> None:
         self.read_timeouts[part] += 1

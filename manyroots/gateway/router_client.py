@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -42,6 +43,8 @@ from manyroots.snapshot import ReplicaView
 
 logger = logging.getLogger("manyroots")
 
+ROUTER_WAIT_S = 120.0
+"""That a request without outputs waits for a router: its successor starts all engines."""
 _MAX_RECONNECTS = 1000
 _ID_BITS = 30
 """Requests of one gateway; above them is its pid, so that no two gateways use one number. Below
@@ -220,6 +223,7 @@ class RouterClient(ProcessClient):
         num_begun = 0
         while True:
             has_streamed = False
+            await self._until_serving()
             try:
                 given = cast("AsyncGenerator[Output, None]", super().generate(request))
                 async with aclosing(given) as outputs:
@@ -231,8 +235,11 @@ class RouterClient(ProcessClient):
                 num_begun += error.has_begun
                 if has_streamed or num_begun >= MAX_BEGUN_ATTEMPTS or self.is_over:
                     raise
-                while not self._is_serving and not self.is_over:
-                    await asyncio.sleep(POLL_S)
+
+    async def _until_serving(self) -> None:
+        end_s = time.monotonic() + ROUTER_WAIT_S
+        while not self._is_serving and not self.is_over and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S)
 
     def abort(self, request_id: RequestId) -> bool:
         """Of any gateway's requests: the router knows them."""

@@ -216,13 +216,25 @@ def test_m01_m03_all_replicas_restart_one_by_one_through_any_gateway(
         assert sorted(view["pid"] for view in views) == served.engines()
 
 
-def test_m03_the_router_may_die_and_gateways_wait_for_the_next(
+def test_m03_the_router_may_die_and_requests_without_output_wait_for_the_next(
     served: Gateways, tiny: TinyAdapters
 ) -> None:
-    os.kill(served.router(), signal.SIGKILL)
+    """No caller is refused: neither requests that come while there is no router, nor those of a
+    gateway that has just been started."""
+    expected = tiny.greedy(PROMPT, "stable", 8)
+    gateway, router = served.pids()[0], served.router()
+    os.kill(router, signal.SIGKILL)
+    for _ in range(500):
+        if served.clients[1].get("/ready").status_code != 200:
+            break
+        time.sleep(0.01)  # it has not noticed yet
+    os.kill(gateway, signal.SIGKILL)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [pool.submit(served.complete, 1, "kept") for _ in range(4)]
+        assert [tokens(answer.result(PATIENCE_S)) for answer in answers] == [expected] * 4
     for number, client in enumerate(served.clients):
         served.wait_until_ready(client)
-        assert tokens(served.complete(number, "kept")) == tiny.greedy(PROMPT, "stable", 8)
+        assert tokens(served.complete(number, "kept")) == expected
 
 
 def test_m01_all_processes_end_when_told(served: Gateways) -> None:

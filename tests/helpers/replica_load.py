@@ -41,17 +41,14 @@ class StreamLoad:
         num_callers: int = 8,
         errors: Sequence[str] = (),
         may_break: bool = False,
-        may_refuse: bool = False,
     ) -> None:
         """`errors`: what a stream that had begun may end with; other errors are wrong.
-        `may_break`: a connection may, because gateways are killed. `may_refuse`: 503 is an answer
-        for a while, because all replicas are; the caller asks again."""
+        `may_break`: a connection may, because gateways are killed."""
         self._url = url
         self._headers = headers
         self._asked = asked
         self._errors = errors
         self._may_break = may_break
-        self._may_refuse = may_refuse
         self._num_callers = num_callers
         self._pool = ThreadPoolExecutor(num_callers)
         self._stop = threading.Event()
@@ -106,10 +103,7 @@ class StreamLoad:
             if not self._may_break:
                 self.wrong.append(f"{len(got)} tokens, then {broken!r}")
             return
-        if status == 503 and self._may_refuse:
-            self.counts["asked again"] += 1
-            self._stop.wait(0.1)
-        elif status != 200:
+        if status != 200:
             self.wrong.append(f"status {status}")
         elif error is not None:
             self.counts["cut"] += 1

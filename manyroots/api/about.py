@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -89,7 +90,9 @@ async def list_models(request: Request) -> Response:
     service = server_of(request).service
     adapters = [_adapter(service, adapter) for adapter in service.adapters.all()]
     base = [_base(service)] if service.adapters.has_base else []
-    return json_response(ModelList([*base, *adapters]))
+    cards = [*base, *adapters]
+    ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+    return json_response(ModelList(cards, first_id=ends[0], last_id=ends[1]))
 
 
 async def show_model(request: Request) -> Response:
@@ -110,7 +113,9 @@ def _base(service: Service) -> ModelCard:
     info = service.engine.info
     return ModelCard(
         id=service.model_name,
+        display_name=service.model_name,
         created=service.created,
+        created_at=_moment(service.created),
         root=info.model_name,
         max_model_len=info.max_model_len,
     )
@@ -119,8 +124,14 @@ def _base(service: Service) -> ModelCard:
 def _adapter(service: Service, adapter: KnownAdapter) -> ModelCard:
     return ModelCard(
         id=adapter.name,
+        display_name=adapter.name,
         created=adapter.created,
+        created_at=_moment(adapter.created),
         root=adapter.path,
         parent=adapter.parent or service.model_name,
         max_model_len=service.engine.info.max_model_len,
     )
+
+
+def _moment(created: int) -> datetime:
+    return datetime.fromtimestamp(created, UTC)

@@ -34,8 +34,12 @@ from manyroots.api.middleware import (
     RequestIds,
     RootPath,
 )
-from manyroots.api.openai_responses.route import responses
-from manyroots.api.openai_responses.shapes import ResponseObject, ResponsesRequest
+from manyroots.api.openai_responses.route import count_input_tokens, responses
+from manyroots.api.openai_responses.shapes import (
+    InputTokenCount,
+    ResponseObject,
+    ResponsesRequest,
+)
 from manyroots.api.openapi import openapi_endpoints
 from manyroots.api.page.routes import page_endpoints, page_files, show_root
 from manyroots.api.render import Rendered, render_chat, render_completion
@@ -113,6 +117,10 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         post(
             "/v1/responses", responses, "Answer, as the Responses API.", ResponsesRequest,
             ResponseObject, streams=True,
+        ),
+        post(
+            "/v1/responses/input_tokens", count_input_tokens, "How many tokens its prompt has.",
+            ResponsesRequest, InputTokenCount,
         ),
         post(
             "/v1/messages", messages, "Answer, as Anthropic's API.", MessagesRequest,

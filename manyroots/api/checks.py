@@ -134,23 +134,31 @@ def _structures(
 def _response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
     if wanted is None or wanted.type == "text":
         return None
-    schema = wanted.schema
-    if wanted.type == "json_schema":
-        schema = None if wanted.json_schema is None else wanted.json_schema.schema
-        if schema is None:
-            raise RequestError(
-                "response_format.json_schema.schema is missing; give the schema there.",
-                field="response_format",
-            )
-    elif wanted.type != "json_object":
+    if wanted.type in ("json", "regex"):
+        return _params("response_format", **{wanted.type: _given(wanted.value, "value")})
+    if wanted.type not in ("json_object", "json_schema"):
         raise RequestError(
             f"response_format.type is {wanted.type[:60]!r}; choose 'text', 'json_object' or "
             "'json_schema'.",
             field="response_format",
         )
+    schema = wanted.value if wanted.schema is None else wanted.schema
+    if wanted.json_schema is not None:
+        schema = wanted.json_schema.schema
+    if wanted.type == "json_schema":
+        schema = _given(schema, "json_schema.schema")
     if schema is None:
         return _params("response_format", json_object=True)
     return _params("response_format", json=schema)
+
+
+def _given(shape: Any, name: str) -> Any:
+    """What a response_format of this type can't do without."""
+    if shape is None:
+        raise RequestError(
+            f"response_format.{name} is missing; give the shape there.", field="response_format"
+        )
+    return shape
 
 
 def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsParams | None:

@@ -136,8 +136,12 @@ async def _answer_http(request: Request, error: Exception) -> Response:
             error.detail = f"There is no {request.method} {path[:200]} here{_hint(request)}"
         case 405:
             allowed = (error.headers or {}).get("Allow", "")
-            path = request.scope["path"][:200]
-            error.detail = f"{path} does not take {request.method}; send {allowed or 'another'}."
+            path = request.scope["path"]
+            error.detail = (
+                f"{path[:200]} does not take {request.method}; send {allowed or 'another'}."
+            )
+            if (instead := _instead(path)) is not None and request.method == "POST":
+                error.detail = f"{path[:200]} does not take POST; {instead}."
     return error_response(error, request.scope["path"])
 
 
@@ -150,11 +154,24 @@ def _hint(request: Request) -> str:
     is_elsewhere = path in _INSTEAD and not path.endswith("/")  # a whole route of other servers
     if meant and not is_elsewhere:
         return f"; did you mean {meant}?"
-    instead = next((said for start, said in _INSTEAD.items() if path.startswith(start)), None)
+    instead = _instead(path)
     return f"; {instead}." if instead else "; /docs lists what there is."
 
 
+def _instead(path: str) -> str | None:
+    """What to send where another server has this route."""
+    if path == "/":
+        return _PROMPTS
+    if path.endswith(
+        ("generateContent", "streamGenerateContent")
+    ):  # Gemini's, after a model's name
+        return _CHATS
+    return next((said for start, said in _INSTEAD.items() if path.startswith(start)), None)
+
+
 _NOT_STORED = "nothing is stored here: send whole conversations, and keep answers yourself"
+_CHATS = "send messages to /v1/chat/completions"
+_PROMPTS = "send prompts to /v1/completions"
 _TEXT_ALONE = "this server's models read and write text alone"
 _INSTEAD = {
     "/v1/responses/": _NOT_STORED,
@@ -171,8 +188,17 @@ _INSTEAD = {
     "/v1/engines/": "name the model in the body of /v1/completions",
     "/openai/deployments/": "name the model in the body of /v1/chat/completions",
     "/inference/v1/generate": "send token ids as the prompt of /v1/completions",
-    "/api/generate": "send prompts to /v1/completions",
-    "/api/chat": "send messages to /v1/chat/completions",
+    "/v1beta/": _CHATS,
+    "/v1/complete": _PROMPTS,
+    "/v1/moderations": "this server does not classify texts",
+    "/v1/rerank": "compare texts with /v1/score",
+    "/rerank": "compare texts with /v1/score",
+    "/generate_stream": _PROMPTS,
+    "/info": "GET /v1/models has the model's name and context",
+    "/api/generate": _PROMPTS,
+    "/api/chat": _CHATS,
+    "/api/show": "GET /v1/models has the model's name and context",
+    "/api/embed": "send texts to /v1/embeddings",
     "/api/tags": "GET /v1/models lists the models",
     "/invocations": "send chats to /v1/chat/completions",
 }

@@ -34,7 +34,10 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: str
     json_schema: JsonSchemaFormat | None = None
     schema: dict[str, Any] | None = None
-    """With json_object, as some servers have it."""
+    """With json_object or json_schema, as some servers have it."""
+    value: str | dict[str, Any] | None = None
+    """TGI's: a schema with json_object or json, an expression with regex. huggingface_hub sends
+    every schema so."""
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

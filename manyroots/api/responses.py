@@ -5,6 +5,8 @@ Plain msgspec structs; what fills them is in the route files.
 
 from __future__ import annotations
 
+from datetime import datetime
+
 import msgspec
 
 Finish = str | None
@@ -179,6 +181,8 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """What OpenAI's clients read, and what Anthropic's do: `type`, `display_name`, `created_at`."""
+
     id: str
     object: str = "model"
     created: int
@@ -186,11 +190,17 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    type: str = "model"
+    display_name: str
+    created_at: datetime
 
 
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     object: str = "list"
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
 
 
 class Tokenized(msgspec.Struct):

@@ -54,12 +54,19 @@ AGENTS = {
     "claude_code": "@anthropic-ai/claude-code",
     "codex": "@openai/codex",
     "qwen_code": "@qwen-code/qwen-code",
+    "opencode": "opencode-ai",
+    "cline": "cline",
+    "continue": "@continuedev/cli",
+    "pi": "@mariozechner/pi-coding-agent",
     "aider": ("aider-chat",),
     "open_webui": ("open-webui",),
 }
 """By script: an npm package, or what its venv has. Their prompts are long, so that they talk to a
 small random model; named alone, and never part of a run of all."""
-EXECUTABLES = {"claude_code": "claude", "codex": "codex", "qwen_code": "qwen"}
+EXECUTABLES = {
+    "claude_code": "claude", "codex": "codex", "qwen_code": "qwen", "opencode": "opencode",
+    "cline": "cline", "continue": "cn", "pi": "pi",
+}  # fmt: skip
 AGENT_FLAGS = (
     "--served-model-name", "local", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8",
     "--num-gpu-blocks-override", "9000",

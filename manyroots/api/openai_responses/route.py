@@ -1,11 +1,12 @@
-"""POST /v1/responses
+"""POST /v1/responses and POST /v1/responses/input_tokens
 
-Takes OpenAI's request, gives its response, whole or as events. A chat underneath: the same
-template, tools and parsers.
+Takes OpenAI's request, gives its response, whole or as events, or the length of its prompt. A chat
+underneath: the same template, tools and parsers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -16,13 +17,15 @@ from starlette.responses import Response
 
 from manyroots.api.chat_stream import AnswerDelta, answer_deltas
 from manyroots.api.errors import error_body, renamed
-from manyroots.api.events import EventStream, answer, named_event
+from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.logprobs import chat_logprobs
+from manyroots.api.offered_tools import tool_use
 from manyroots.api.openai_responses.conversion import chat_request, namespaces
 from manyroots.api.openai_responses.shapes import (
     NAMES,
     IncompleteDetails,
+    InputTokenCount,
     InputTokensDetails,
     OutputTokensDetails,
     ResponseObject,
@@ -31,7 +34,7 @@ from manyroots.api.openai_responses.shapes import (
     TextOptions,
 )
 from manyroots.api.openai_responses.writer import Event, ItemWriter
-from manyroots.api.preprocess import Job, chat_job
+from manyroots.api.preprocess import Job, chat_job, encode_chat
 from manyroots.api.requests import ChatRequest
 from manyroots.api.responses import Usage
 from manyroots.api.state import server_of
@@ -50,6 +53,19 @@ async def responses(request: Request) -> Response:
         return EventStream(making.stream(), job.permits, last_words=_failure)
     with job.permits:
         return await answer(request, making.whole())
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """How many tokens a response's prompt has."""
+    server = server_of(request)
+    body = await server.read(request, ResponsesRequest)
+    service = server.service
+    with renamed(NAMES):
+        service.adapters.resolve(body.model)
+        chat = chat_request(body, server.notices)
+        use = tool_use(chat, server.notices)
+        _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
+    return json_response(InputTokenCount(len(tokens)))
 
 
 def _failure(error: Exception) -> bytes:

@@ -107,6 +107,11 @@ NAMES = {
 """What a chat's fields are called here."""
 
 
+class InputTokenCount(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int = 0

@@ -1,7 +1,8 @@
 """A relay on loopback between an agent and the server: it records requests and can force a call.
 
 Agents choose for themselves whether to call a tool, and a small model never does. `force(name)`
-makes the next request that offers the tool demand it, in the words of the API that it came by.
+makes the next request that offers the tool demand it, in the words of the API that it came by. The
+arguments of that call are bounded, since a random model never ends a text.
 Everything else passes through unchanged, event by event. No dependency: each client has its own
 environment.
 """
@@ -132,8 +133,10 @@ class Relay:
 def _demand(body: Any, path: str, name: str) -> bool:
     """Change the choice of tool in place; False where the request does not offer `name`."""
     tools = body.get("tools") if isinstance(body, dict) else None
-    if not isinstance(tools, list) or name not in {_name(tool) for tool in tools}:
+    offered = [tool for tool in tools if _name(tool) == name] if isinstance(tools, list) else []
+    if not offered:
         return False
+    _bound(offered)
     if path.startswith("/v1/messages"):
         body["tool_choice"] = {"type": "tool", "name": name}
     elif path.startswith("/v1/responses"):
@@ -141,6 +144,20 @@ def _demand(body: Any, path: str, name: str) -> bool:
     else:
         body["tool_choice"] = {"type": "function", "function": {"name": name}}
     return True
+
+
+def _bound(schema: Any) -> None:
+    """Limit every string and list of the schemas in `schema`, in place."""
+    if isinstance(schema, list):
+        for part in schema:
+            _bound(part)
+    elif isinstance(schema, dict):
+        if schema.get("type") == "string" and "enum" not in schema:
+            schema.setdefault("maxLength", 8)
+        if schema.get("type") == "array":
+            schema.setdefault("maxItems", 2)
+        for part in schema.values():
+            _bound(part)
 
 
 def _name(tool: Any) -> Any:

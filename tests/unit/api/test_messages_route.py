@@ -118,6 +118,16 @@ async def test_g05_counting_a_messages_tokens() -> None:
     assert count.input_tokens == message.usage.input_tokens
 
 
+async def test_g05_models_are_listed_as_anthropics_clients_read_them() -> None:
+    harness = Harness()
+    page = await client(harness).models.list()
+    [model] = page.data
+    assert (model.type, model.id, model.display_name) == ("model", "tiny", "tiny")
+    assert model.created_at.timestamp() == model.model_extra["created"]  # type: ignore[index]
+    assert (page.first_id, page.last_id, page.has_more) == ("tiny", "tiny", False)
+    assert await client(harness).models.retrieve("tiny") == model
+
+
 async def test_g05_the_key_comes_as_anthropics_clients_send_it() -> None:
     harness = Harness(api_key="k")
     assert (await create(harness)).role == "assistant"

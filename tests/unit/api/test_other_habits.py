@@ -171,11 +171,27 @@ async def test_g04_logprobs_name_tokens_by_id_if_asked() -> None:
     ("path", "remedy"),
     [("/v1/responses/resp_1", "stored"), ("/v1/audio/speech", "text alone"),
      ("/api/generate", "/v1/completions"), ("/api/chat", "/v1/chat/completions"),
-     ("/v1/models/", "did you mean /v1/models?"), ("/rerank", "/docs")],
+     ("/v1/models/", "did you mean /v1/models?"), ("/rerank", "/v1/score"),
+     ("/api/show", "/v1/models"), ("/info", "/v1/models"), ("/nothing", "/docs")],
 )  # fmt: skip
 async def test_g04_routes_of_other_servers_say_what_stands_here(path: str, remedy: str) -> None:
     response = await Harness().get(path)
     assert response.status_code == 404
+    assert remedy in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "remedy"),
+    [("/v1/models/tiny:generateContent", 405, "/v1/chat/completions"),
+     ("/v1beta/models/tiny:streamGenerateContent", 404, "/v1/chat/completions"),
+     ("/", 405, "/v1/completions"), ("/live", 405, "send HEAD, GET")],
+)  # fmt: skip
+async def test_g04_what_other_servers_take_is_told_where_to_go(
+    path: str, status: int, remedy: str
+) -> None:
+    """As the clients of Gemini and of TGI send it."""
+    response = await Harness().post(path, {})
+    assert response.status_code == status
     assert remedy in error_of(response)["message"]
 
 

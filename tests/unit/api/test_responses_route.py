@@ -52,6 +52,17 @@ async def test_g05_a_text_and_what_it_took() -> None:
     assert answer.usage.total_tokens == answer.usage.input_tokens + 4
 
 
+async def test_g05_counting_a_responses_tokens() -> None:
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "x", "tools": [TOOL]}
+    count = await client(saying("yes")).responses.input_tokens.count(**asked)
+    answer = await client(saying("yes")).responses.create(**asked)
+    assert answer.usage is not None
+    assert count.input_tokens == answer.usage.input_tokens
+    assert count.object == "response.input_tokens"
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        await client(saying("yes")).responses.input_tokens.count(model="nope", input="hi")
+
+
 async def test_g05_an_answer_that_is_cut_off_is_incomplete() -> None:
     answer = await client(Harness()).responses.create(model="tiny", input="hi", max_output_tokens=4)
     assert answer.status == "incomplete"

@@ -39,6 +39,20 @@ FIELDS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"regex": "a|b"}, StructuredOutputsParams(regex="a|b")),
     ({"ebnf": 'root ::= "x"'}, StructuredOutputsParams(grammar='root ::= "x"')),
     ({"json_schema": json.dumps(SCHEMA)}, StructuredOutputsParams(json=json.dumps(SCHEMA))),
+    # Other servers' forms: llama.cpp's and Together's, then TGI's, which huggingface_hub sends.
+    *(
+        ({"response_format": {"type": kind, field: SCHEMA}}, StructuredOutputsParams(json=SCHEMA))
+        for kind, field in (
+            ("json_object", "schema"),
+            ("json_schema", "schema"),
+            ("json_object", "value"),
+            ("json", "value"),
+        )
+    ),
+    (
+        {"response_format": {"type": "regex", "value": "a|b"}},
+        StructuredOutputsParams(regex="a|b"),
+    ),
     # The same for servers of two ages, as guidance sends it.
     (
         {"structured_outputs": {"regex": "a+"}, "guided_regex": "a+"},

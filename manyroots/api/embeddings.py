@@ -41,13 +41,10 @@ async def embeddings(request: Request) -> Response:
 
 
 def _check(request: EmbeddingsRequest) -> None:
-    remedies = {
-        "dimensions": "a hidden state has no shorter form that means the same; remove it",
-        "messages": "send the text as input",
-    }
-    for name, remedy in remedies.items():
-        if getattr(request, name) is not None:
-            raise RequestError(f"{name} is not supported by this server: {remedy}.", field=name)
+    if request.messages is not None:
+        raise RequestError(
+            "messages is not supported by this server: send the text as input.", field="messages"
+        )
     if request.encoding_format not in (None, *_FORMATS):
         raise RequestError(
             f"encoding_format is {request.encoding_format!r:.60}; choose float or base64.",
@@ -78,6 +75,14 @@ async def embedding_job(server: ServerState, request: EmbeddingsRequest, web: Re
 
 async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
     vectors = await embedding_vectors(job)
+    length = len(vectors[0])
+    if request.dimensions not in (None, length):
+        # The model's own length is what clients such as mem0 send; here it is known by now only.
+        raise RequestError(
+            f"dimensions is {request.dimensions}; this model's vectors have {length}, and a hidden "
+            "state has no other form that means the same. Remove it.",
+            field="dimensions",
+        )
     num_tokens = sum(len(submit.prompt) for submit in job.submits)
     return EmbeddingList(
         data=[

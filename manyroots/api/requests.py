@@ -215,7 +215,8 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     request_id: Ignored = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    dimensions: Unsupported = None
+    dimensions: int | None = None
+    """The length of the model's own vectors, which some clients send; no other is had."""
     messages: Unsupported = None
 
 

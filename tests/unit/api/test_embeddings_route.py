@@ -36,6 +36,12 @@ async def test_g05_vectors_as_base64_and_texts_as_tokens() -> None:
         )
 
 
+async def test_g05_the_models_own_length_may_be_asked_for() -> None:
+    """As mem0 does; another is refused by the one there is."""
+    assert len((await embed(dimensions=2)).json()["data"][0]["embedding"]) == 2
+    assert "have 2" in error_of(await embed(dimensions=16))["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from manyroots.errors import UnavailableError
 from manyroots.ids import Tier
@@ -152,12 +151,12 @@ class Router:
         self._work = [_FIRST_WORK] * num_replicas
         """Prompt tokens computed, each request counted more than the one before it."""
         self._weight, self._total_work = 1.0, _FIRST_WORK * num_replicas
-        # What a decision reads, for each replica; `_refresh` keeps it.
-        self._all_s = np.zeros((2, num_replicas))
-        """Until a request's own tokens are computed, infinite while the replica is down; and for
-        each of its own tokens."""
-        self._token_s = [0.0] * num_replicas
-        """The second again: single numbers of an array are slow to read."""
+        # What a decision reads, for each replica; `_refresh` keeps it. Arrays: their numbers are
+        # side by side in memory, which is cold when a decision begins.
+        self._first_s = array("d", [0.0] * num_replicas)
+        """Until a request's own tokens are computed; infinite while the replica is down."""
+        self._token_s = array("d", [self.costs.token_s] * num_replicas)
+        """For each of the request's own tokens."""
         self._num_begun = 0
         self._open: dict[int, _Open] = {}
         self._expected: list[dict[int, int]] = [{} for _ in range(num_replicas)]
@@ -181,10 +180,14 @@ class Router:
                 return self._least(self._cost_s(request), request)
 
     def _cost_s(self, request: RouteRequest) -> list[float]:
-        """For each replica, without what is the same for all of them. One pass over all, by numpy;
-        the rest is for replicas that have some of the request's pages or its adapter."""
-        first_s, token_s = self._all_s
-        cost_s: list[float] = (first_s + request.num_tokens * token_s).tolist()
+        """For each replica, without what is the same for all of them. One pass over all; the rest
+        is for replicas that have some of the request's pages or its adapter. No numpy: for a
+        hundred floats its own code, cold, takes longer."""
+        num_tokens = request.num_tokens
+        cost_s = [
+            first_s + num_tokens * token_s
+            for first_s, token_s in zip(self._first_s, self._token_s, strict=True)
+        ]
         self._count_cached(cost_s, request)
         if request.adapter is not None:
             places, scale = self.adapters, 1.0
@@ -316,14 +319,14 @@ class Router:
         measured_s = self._measured_s[replica]
         # A step computes one token of each decoding row beside the prompts' tokens.
         token_s = measured_s + num_open * costs.row_s / costs.step_tokens
-        first_s = self._num_queued_tokens[replica] * token_s if self.is_up[replica] else math.inf
+        self._first_s[replica] = self._num_queued_tokens[replica] * token_s
         # Where all batch slots are taken, one is free after about a prompt for each request.
         num_waiting = max(0, num_open + 1 - self.limits.max_num_seqs)
         work = self._work[replica] * self.num_replicas / self._total_work
         pressure = max(0.0, 1.0 + PRESSURE * (work - 1.0))
-        token_s += (num_waiting + DELAY + pressure) * measured_s
-        self._all_s[0, replica], self._all_s[1, replica] = first_s, token_s
-        self._token_s[replica] = token_s
+        self._token_s[replica] = token_s + (num_waiting + DELAY + pressure) * measured_s
+        if not self.is_up[replica]:
+            self._first_s[replica] = math.inf
 
     def _refresh_all(self) -> None:
         """The shares of work have changed; and weights must stay in the range of a float."""

@@ -187,7 +187,8 @@ class SchedulerSettings:
     )
     speculative_config: str | None = option(
         None,
-        "Draft tokens from earlier text and check several in one step; the tokens stay the same. "
+        "Draft tokens from earlier text, or with the model's prediction layer (mtp), and check "
+        "several in one step; the tokens stay the same. "
         'vLLM\'s JSON: {"method": "suffix", "num_speculative_tokens": 4}. Default: off.',
     )
 

@@ -15,6 +15,10 @@ from manyroots.errors import ConfigError
 _FLAG = "--speculative-config"
 MAX_DRAFT_TOKENS = 8
 """Of one row and step. Longer drafts gain little: each position needs all before it to be right."""
+_PREDICTED = (
+    "mtp", "deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"
+)  # fmt: skip
+"""vLLM's general name, and its names by architecture."""
 _NUMBERS = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
@@ -32,6 +36,8 @@ class SpeculationChoice:
     """Fewer equal tokens make no draft."""
     is_adaptive: bool = True
     """Whether drafts stop while they do not pay."""
+    is_predicted: bool = False
+    """Whether drafts come from the model's prediction layer instead of earlier text."""
 
 
 def parse_speculation(text: str) -> SpeculationChoice:
@@ -43,15 +49,17 @@ def parse_speculation(text: str) -> SpeculationChoice:
     if not isinstance(given, dict):
         raise ConfigError(f"{_FLAG} must be an object of JSON, as {{'method': 'suffix'}}.")
     method = given.pop("method", None)
-    if method not in ("suffix", "ngram"):
+    is_predicted = method in _PREDICTED
+    if method not in ("suffix", "ngram") and not is_predicted:
         raise ConfigError(
             f"{_FLAG} has method {method!r}; this engine serves 'suffix' and 'ngram', which need "
-            "no draft model and work with every adapter."
+            "no draft model, and 'mtp' for models with a prediction layer."
         )
     is_adaptive = given.pop("adaptive", True)
     if not isinstance(is_adaptive, bool):
         raise ConfigError(f"{_FLAG}: adaptive is {is_adaptive!r}; it must be true or false.")
-    numbers = {name: given.pop(name) for name in _NUMBERS if name in given}
+    taken = _NUMBERS[:1] if is_predicted else _NUMBERS
+    numbers = {name: given.pop(name) for name in taken if name in given}
     if given:
         raise ConfigError(f"{_FLAG} has {', '.join(sorted(given))}; this is not served. Remove it.")
     defaults = SpeculationChoice()
@@ -59,11 +67,14 @@ def parse_speculation(text: str) -> SpeculationChoice:
     if method == "ngram":
         shortest, longest = 1, 5
     return SpeculationChoice(
-        num_tokens=_number(numbers, "num_speculative_tokens", 4, MAX_DRAFT_TOKENS),
+        num_tokens=_number(
+            numbers, "num_speculative_tokens", 1 if is_predicted else 4, MAX_DRAFT_TOKENS
+        ),
         uses_namespace=method == "suffix",
         longest_match=(most := _number(numbers, "prompt_lookup_max", longest, 64)),
         shortest_match=_number(numbers, "prompt_lookup_min", min(shortest, most), most),
         is_adaptive=is_adaptive,
+        is_predicted=is_predicted,
     )
 
 

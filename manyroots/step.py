@@ -216,6 +216,8 @@ class Plan:
     """Of some rows that sample. No plan is launched between such a plan and its result. Then a row
     has computed its known tokens and the accepted guesses. A row with a recurrent state, of which
     a guess was wrong, has computed nothing in this step: its state is what it was before."""
+    num_guesses: int = 0
+    """How many tokens the model's prediction layer guesses after each sampled one."""
     copies: tuple[Copy, ...] = ()
     keeps: tuple[KeepStored, ...] = ()
     """Carried out after what is being written to storage, these copies included."""
@@ -272,6 +274,8 @@ class StepResult:
     """One token per sampling row, in the order of the plan: the newest of its tokens."""
     num_accepted: dict[Row, int] = field(default_factory=dict)
     """For rows with a draft, how many of its tokens come before the one in `tokens`."""
+    guesses: dict[Row, Int32s] = field(default_factory=dict)
+    """For some sampling rows, if the plan asks: tokens that may follow the newest one."""
     draft_logprobs: dict[Row, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For rows with a draft that asked for logprobs: those of the accepted tokens."""
     logprobs: dict[Row, TokenLogprobs] = field(default_factory=dict)

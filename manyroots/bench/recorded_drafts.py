@@ -18,6 +18,8 @@ from manyroots.step import Int32s
 class RecordedDrafts:
     """Guesses what was said the last time."""
 
+    is_runner = False
+
     def __init__(self, acceptance: float, *, vocab_size: int, seed: int = 0) -> None:
         self._acceptance = acceptance
         self._vocab_size = vocab_size

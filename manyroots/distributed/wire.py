@@ -98,6 +98,7 @@ class _Plan:
     num_tokens: Int32s
     samples: Bools
     drafts: tuple[RowDraft, ...]
+    num_guesses: int
     copies: tuple[Copy, ...]
     keeps: tuple[KeepStored, ...]
     adapters: tuple[_Intent, ...]

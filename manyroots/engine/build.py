@@ -36,7 +36,7 @@ from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo, Submit
 from manyroots.models.decoder import Decoder
-from manyroots.models.families import LayerFamily, families, pages_in, with_pages_in
+from manyroots.models.families import LayerFamily, model_families, pages_in, with_pages_in
 from manyroots.models.load import describe, refill, rehearse
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.process.progress import stage
@@ -232,7 +232,7 @@ def _whole_families(source: ModelSource, model: Decoder) -> Sequence[LayerFamily
     The key of a unit in storage also has the rank and the number of ranks."""
     if model.shard.is_whole:
         return model.families
-    return families(with_pages_in(describe(source), pages_in(model.spec)).layers)
+    return model_families(with_pages_in(describe(source), pages_in(model.spec)))
 
 
 def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:

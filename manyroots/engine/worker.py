@@ -176,7 +176,10 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
     if device.type == "cuda":
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
     dtype = pick_dtype(settings.model, source, device)
-    spec, scheduler = describe(source), settings.scheduler
+    scheduler, drafts = settings.scheduler, settings.scheduler.speculation()
+    predicts = drafts is not None and drafts.is_predicted
+    predicts_by = settings.cache.block_size if predicts else None
+    spec = describe(source, predicts_by=predicts_by)
     check_step(
         spec,
         device,
@@ -194,6 +197,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         kernels=kernel_set(spec, device),
         quantization=settings.model.quantization,
         kv_cache_dtype=settings.cache.kv_cache_dtype,
+        predicts_by=predicts_by,
     )
     memory = FamilyMemory(settings, model.families, dtype)
     # No context is longer than what all of the device's memory would hold.

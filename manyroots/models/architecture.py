@@ -18,6 +18,7 @@ from manyroots.models.fields import Field
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 from manyroots.models.weights.gguf_file import GGUFFile
+from manyroots.models.weights.prediction import PredictionNames
 
 Values = dict[str, Any]
 Tensors = Iterable[tuple[str, Tensor]]
@@ -76,9 +77,9 @@ class Architecture:
     describe: Callable[[ConfigReader], ModelSpec]
     translate: Callable[[Tensors], Iterator[tuple[str, Tensor]]] = per_expert
     """A checkpoint's tensors with the names, and in the pieces, of the decoder's weights."""
-    has_drafting_layers: bool = False
-    """Whether checkpoints have extra layers that predict tokens ahead (MTP); these are not
-    served."""
+    prediction: PredictionNames | None = None
+    """How checkpoints name the layer that predicts tokens ahead (MTP); None if this version
+    computes none."""
     fields: Mapping[str, Field] = field(default_factory=dict)
     """Allowed values of fields that only this architecture reads."""
     gguf: GgufForm | None = None

@@ -13,7 +13,7 @@ the norm after it; see `layers/deferred_output.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from manyroots.layers.mixers import make_mixer
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.norm import NoNorm, RMSNorm
+from manyroots.layers.prediction import PredictionInput
 from manyroots.layers.shared_moe import SharedExpertMLP
 from manyroots.layers.spec import (
     BlockSpec,
@@ -47,7 +48,7 @@ from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.lora.targets import Target
-from manyroots.models.families import families
+from manyroots.models.families import model_families
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_pool import AdapterPool
@@ -157,6 +158,28 @@ class DecoderLayer:
             yield from self.feed_forward.products()
 
 
+@dataclass(slots=True)
+class Prediction:
+    """The layer that predicts tokens ahead (MTP). Adapters do not apply to it."""
+
+    input: PredictionInput
+    layer: DecoderLayer
+    norm: RMSNorm
+    family: int
+    """The family that stores the model's hidden states."""
+    states: Tensor | None = None
+    """[num_pages, 1, hidden_size]: its memory; None before `attach`."""
+
+    def weights(self) -> Fills:
+        yield from self.input.weights("mtp")
+        yield from self.layer.weights("mtp.layers.0")
+        yield from self.norm.weights("mtp.norm")
+
+    def products(self) -> Iterator[Linear]:
+        yield from self.input.products()
+        yield from self.layer.products()
+
+
 class Decoder:
     """A model's weights, and the forward pass."""
 
@@ -175,7 +198,7 @@ class Decoder:
         self.spec, self.shard = spec, shard
         self.dtype, self.device, self.format = dtype, device, format
         self.kernels = kernels = kernels_for(device) if kernels is None else kernels
-        self.families = families(spec.layers)
+        self.families = model_families(spec)
         self.num_paged = sum(not family.is_state for family in self.families)
         """Families of pages; those of states come after them."""
         number_of = {family.memory: number for number, family in enumerate(self.families)}
@@ -187,15 +210,25 @@ class Decoder:
             spec.vocab_size, context, scale=spec.embedding_scale,
             rounds_scale=spec.rounds_embedding_scale,
         )  # fmt: skip
-        self.layers = [
+        layers = [
             DecoderLayer(
                 layer,
                 [[number_of[one] for one in memories_of(mixer)] for mixer in layer.mixers],
                 context,
             )
-            for layer in spec.layers
+            for layer in spec.all_layers
         ]
+        self.layers = layers[: spec.num_layers]
         self.norm = RMSNorm(spec.hidden_size, context)
+        self.prediction: Prediction | None = None
+        """The layer that predicts tokens ahead, if it is used."""
+        if spec.prediction is not None:
+            self.prediction = Prediction(
+                PredictionInput(context),
+                layers[-1],
+                RMSNorm(spec.hidden_size, context),
+                number_of[spec.prediction.memory],
+            )
         hyper = spec.layers[-1].hyper
         self.end = None if hyper is None else HyperConnection(hyper, context, is_end=True)
         """Joins the streams of a model with hyper-connections."""
@@ -217,13 +250,15 @@ class Decoder:
             for family, arena in zip(self.families, arenas, strict=True)
         }
         self._memories = []
-        for index, layer in enumerate(self.spec.layers):
+        for index, layer in enumerate(self.spec.all_layers):
             own = []
             for mixer in layer.mixers:
                 found = (arena_of[memory] for memory in memories_of(mixer))
                 parts = tuple(arena.layer(layers.index(index)) for arena, layers in found)
                 own.append(parts if isinstance(mixer, CompressedSpec) else parts[0])
             self._memories.append(own)
+        if self.prediction is not None:
+            self.prediction.states = arenas[self.prediction.family].layer(0)
         # Half a MiB per thousand positions and kind; a step looks up its rows.
         positions = torch.arange(max_len, device=self.device)
         self.ropes = tuple(
@@ -256,10 +291,12 @@ class Decoder:
 
     def pack_weights(self) -> None:
         """Prepare the weights for products; call whenever they were filled."""
-        for linear in self._products():
+        predicting = () if self.prediction is None else self.prediction.products()
+        for linear in (*self._products(), *predicting):
             linear.weight.pack()
 
     def _products(self) -> list[Linear]:
+        """Those that adapters may change."""
         return [
             *(linear for layer in self.layers for linear in layer.products()), self.head.product
         ]  # fmt: skip
@@ -295,6 +332,25 @@ class Decoder:
         assert product is not None
         return residual.end(self.norm, product)
 
+    def predict(
+        self, tokens: Tensor, hidden: Tensor, step: Step, *, only_memory: bool = False
+    ) -> Tensor | None:
+        """Hidden states that predict the tokens after `tokens`, each of which follows a token with
+        one of the states `hidden`. `only_memory`: write keys and values, and give None."""
+        prediction = self.prediction
+        assert prediction is not None
+        layer, memories = prediction.layer, self._memories[-1]
+        assert layer.mixing is not None
+        assert layer.feeding is not None
+        step = replace(step, lora=None, logits_indices=None, tokens=tokens)
+        x = prediction.input(self.embedding(tokens, step), hidden)
+        residual = OneStream(x, self.kernels)
+        product = layer.mix(residual.read(layer.mixing, None), memories, step)
+        if only_memory:
+            return None
+        product = layer.feed(residual.read(layer.feeding, product), step)
+        return residual.end(prediction.norm, product)
+
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
         """Logits [num_rows, vocab_size] in the model's dtype, for the rows that need them.
 
@@ -314,6 +370,8 @@ class Decoder:
         if self.end is not None:
             yield from self.end.weights("model.hc_head")
         yield from self.head.weights("lm_head")
+        if self.prediction is not None:
+            yield from self.prediction.weights()
 
     def lora_parts(self) -> dict[str, SitePart]:
         """The weights that adapters may change, by name, with their products."""

@@ -37,6 +37,7 @@ from manyroots.models.architecture import (
 from manyroots.models.fields import FLAG, MAX_SIDE, whole
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
+from manyroots.models.weights.prediction import PredictionNames
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 _OF_IMAGES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
@@ -318,12 +319,14 @@ ARCHITECTURES = {
         },
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        {"deepseek_v3": _V3, "kimi_k2": _V3}, describe_v3, has_drafting_layers=True
+        {"deepseek_v3": _V3, "kimi_k2": _V3},
+        describe_v3,
+        prediction=PredictionNames.NUMBERED,
     ),
     "KimiK25ForConditionalGeneration": Architecture(
         {"kimi_k25": ConfigType({"tie_word_embeddings": True}, text="deepseek_v3")},
         describe_v3,
         of_text,
-        has_drafting_layers=True,
+        prediction=PredictionNames.NUMBERED,
     ),
 }

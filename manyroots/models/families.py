@@ -81,8 +81,13 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
             case _:
                 assert_never(mixer)
 
-    layers = (replace(layer, mixers=tuple(map(changed, layer.mixers))) for layer in spec.layers)
-    return replace(spec, layers=tuple(layers))
+    def stored(layer: LayerSpec) -> LayerSpec:
+        return replace(layer, mixers=tuple(map(changed, layer.mixers)))
+
+    prediction = spec.prediction
+    if prediction is not None:
+        prediction = replace(prediction, layer=stored(prediction.layer))
+    return replace(spec, layers=tuple(map(stored, spec.layers)), prediction=prediction)
 
 
 def pages_in(spec: ModelSpec) -> str:
@@ -105,13 +110,24 @@ def check_page_size(layers: Sequence[LayerSpec], page_size: int) -> None:
         )
 
 
-def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
-    """The families of a model."""
+def model_families(spec: ModelSpec) -> tuple[LayerFamily, ...]:
+    """The families of a model, with those of the layer that predicts tokens ahead."""
+    prediction = spec.prediction
+    return families(spec.all_layers, None if prediction is None else prediction.memory)
+
+
+def families(
+    layers: Sequence[LayerSpec], of_last: TokenRows | None = None
+) -> tuple[LayerFamily, ...]:
+    """The families of these layers. `of_last`: a memory that the last layer has beside those of its
+    mixers."""
     found: dict[Memory, list[int]] = {}
     for index, layer in enumerate(layers):
         for mixer in layer.mixers:
             for memory in memories_of(mixer):
                 found.setdefault(memory, []).append(index)
+    if of_last is not None:
+        found[of_last] = [len(layers) - 1]
     ordered = sorted(found.items(), key=lambda item: _order(item[0]))
     return tuple(LayerFamily(memory, tuple(indices)) for memory, indices in ordered)
 

@@ -26,6 +26,7 @@ from manyroots.models.fields import FLAG
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 from manyroots.models.weights.gguf_file import GGUFFile
+from manyroots.models.weights.prediction import PredictionNames
 
 _CORRECTION = ".mlp.gate.e_score_correction_bias"
 _SIGMOID = 2
@@ -137,7 +138,7 @@ ARCHITECTURES = {
         },
         describe,
         translate,
-        has_drafting_layers=True,
+        prediction=PredictionNames.NUMBERED,
         fields={"use_qk_norm": FLAG},
         gguf=GgufForm(
             "glm4moe",

@@ -11,6 +11,7 @@ from manyroots.models.deepseek import (
     sigmoid_experts,
 )
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.prediction import PredictionNames
 
 DENSE, SPARSE = "dense", "sparse"
 
@@ -79,6 +80,6 @@ ARCHITECTURES = {
             )
         },
         describe,
-        has_drafting_layers=True,
+        prediction=PredictionNames.NUMBERED,
     ),
 }

@@ -45,7 +45,7 @@ def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
 
 def why_not_triton(spec: ModelSpec) -> str | None:
     """The reason that a model cannot use the GPU's kernels; None if it can."""
-    for layer in spec.layers:
+    for layer in spec.all_layers:
         for mixer in layer.mixers:
             reason = _why_not(mixer)
             if reason is not None:

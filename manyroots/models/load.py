@@ -6,7 +6,6 @@ exactly once from the checkpoint, or loading fails with the names.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -14,11 +13,12 @@ import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
-from manyroots.errors import ModelError
+from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.formats import PLAIN, PackedFormat
 from manyroots.layers.weights.fp8 import check_gpu
+from manyroots.models.architecture import Architecture
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_fields
@@ -26,19 +26,22 @@ from manyroots.models.quantization import FP8, format_on, keeps_blocks, weight_f
 from manyroots.models.registry import FIELDS, architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
-from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.spec import ConfigReader, ModelSpec, PredictionSpec
 from manyroots.models.weight_bytes import check_fits, may_pack, weight_bytes
-from manyroots.models.weights import dummy, gguf, safetensors, tied_head
+from manyroots.models.weights import dummy, gguf, prediction, safetensors, tied_head
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.process.progress import track
 
 _MAX_NAMED = 6
+_PREDICTION_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Fields of configs that count layers that predict tokens ahead."""
 _OF_PAGES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Scales of keys and values."""
 
 
-def describe(source: ModelSource) -> ModelSpec:
-    """The spec of a source's model, without loading it."""
+def describe(source: ModelSource, *, predicts_by: int | None = None) -> ModelSpec:
+    """The spec of a source's model, without loading it. `predicts_by`: with the layer that predicts
+    tokens ahead, for pages of this many tokens."""
     architecture = architecture_of(source.config)
     known = known_architecture(architecture)
     text = source.config.get_text_config()
@@ -51,7 +54,27 @@ def describe(source: ModelSource) -> ModelSpec:
         eos_token_ids=source.eos_token_ids,
         rope_factors=source.rope_factors,
     )
-    return known.describe(reader)
+    spec = known.describe(reader)
+    if predicts_by is None:
+        return spec
+    _check_prediction(source, known)
+    return replace(spec, prediction=PredictionSpec.of(spec, predicts_by))
+
+
+def _check_prediction(source: ModelSource, known: Architecture) -> None:
+    """Refuse models that have no layer that predicts tokens ahead."""
+    text = source.config.get_text_config()
+    counts = {getattr(text, field, None) for field in _PREDICTION_COUNTS} - {None}
+    if known.prediction is None or counts == {0}:
+        reason = "has no layer of this kind that this version computes"
+    elif source.kind is SourceKind.GGUF:
+        reason = "is a GGUF file, of which this version does not read these layers"
+    else:
+        return
+    raise ConfigError(
+        f"--speculative-config has method 'mtp', and {source.name} {reason}. Choose method "
+        "'suffix', which needs no such layer."
+    )
 
 
 def load_model(
@@ -65,10 +88,12 @@ def load_model(
     kernels: Kernels | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
+    predicts_by: int | None = None,
 ) -> Decoder:
     """Build a rank's part of the model and fill it; `load_format`, `quantization` and
-    `kv_cache_dtype` are those of the settings."""
-    spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
+    `kv_cache_dtype` are those of the settings. `predicts_by`: as in `describe`."""
+    spec = describe(source, predicts_by=predicts_by)
+    spec = _as_in_the_checkpoint(spec, source, load_format, dtype)
     spec = with_pages_in(spec, kv_cache_dtype)
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
@@ -131,7 +156,9 @@ def refill(model: Decoder, source: ModelSource) -> None:
 
 
 def _spec_for(model: Decoder, source: ModelSource) -> ModelSpec:
-    spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
+    own = model.spec.prediction
+    spec = describe(source, predicts_by=None if own is None else own.memory.group)
+    spec = _as_in_the_checkpoint(spec, source, "auto", model.dtype)
     return with_pages_in(spec, pages_in(model.spec))
 
 
@@ -181,6 +208,12 @@ def fill(
         if not is_rehearsal:
             place.take(part)
         missing.discard(name)
+    if missing and not unexpected and all(map(prediction.is_prediction, missing)):
+        raise ModelError(
+            f"the checkpoint of {model_name} has no weights for {_names(missing)}, which predict "
+            "tokens ahead; choose method 'suffix' in --speculative-config, or a checkpoint that "
+            "has them."
+        )
     if missing or unexpected:
         raise ModelError(
             f"the checkpoint of {model_name} does not fit its config: "
@@ -204,9 +237,11 @@ def _weights(
         stored = gguf.tensors(GGUFFile(source.path), known.gguf, spec)
     else:
         stored = safetensors.tensors(source.path)
-    if known.has_drafting_layers:
-        stored = _without_layers_from(spec.num_layers, stored)
     weights = known.translate(stored)
+    if known.prediction is not None:
+        weights = prediction.named(
+            weights, known.prediction, spec.num_layers, is_used=spec.prediction is not None
+        )
     if source.kind is SourceKind.GGUF:
         return weights
     if pages_in(spec) == FP8:
@@ -225,15 +260,6 @@ def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
                 "without scales. Leave the flag out: pages are in the model's dtype then."
             )
         yield name, tensor
-
-
-def _without_layers_from(
-    first: int, weights: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer is None or int(layer[1]) < first:
-            yield name, tensor
 
 
 def _is_harmless(name: str) -> bool:

@@ -5,14 +5,15 @@ The delta net has four projections. Checkpoints also have vision; only their tex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
 
 from manyroots.models.architecture import Architecture, ConfigType
-from manyroots.models.qwen3_next import DEFAULTS, finish, hybrid, is_drafting, shared_experts
+from manyroots.models.qwen3_next import DEFAULTS, finish, hybrid, shared_experts
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
+from manyroots.models.weights.prediction import PredictionNames
 
 _TEXT = "model.language_model."
 _OTHER_PARTS = ("model.visual.", "visual.")
@@ -38,7 +39,7 @@ def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 
 def _of_text(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        if name.startswith(_OTHER_PARTS) or is_drafting(name):
+        if name.startswith(_OTHER_PARTS):
             continue
         if name.startswith(_TEXT):
             name = "model." + name.removeprefix(_TEXT)
@@ -78,13 +79,19 @@ def _seeing(text: str) -> ConfigType:
     return ConfigType({"tie_word_embeddings": False}, text=text)
 
 
+def _architecture(
+    configs: dict[str, ConfigType], described: Callable[[ConfigReader], ModelSpec]
+) -> Architecture:
+    return Architecture(configs, described, translate, prediction=PredictionNames.MTP)
+
+
 ARCHITECTURES = {
-    "Qwen3_5ForCausalLM": Architecture({"qwen3_5_text": _DENSE}, describe, translate),
-    "Qwen3_5ForConditionalGeneration": Architecture(
-        {"qwen3_5": _seeing("qwen3_5_text")}, describe, translate
+    "Qwen3_5ForCausalLM": _architecture({"qwen3_5_text": _DENSE}, describe),
+    "Qwen3_5ForConditionalGeneration": _architecture(
+        {"qwen3_5": _seeing("qwen3_5_text")}, describe
     ),
-    "Qwen3_5MoeForCausalLM": Architecture({"qwen3_5_moe_text": _MOE}, describe_moe, translate),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        {"qwen3_5_moe": _seeing("qwen3_5_moe_text")}, describe_moe, translate
+    "Qwen3_5MoeForCausalLM": _architecture({"qwen3_5_moe_text": _MOE}, describe_moe),
+    "Qwen3_5MoeForConditionalGeneration": _architecture(
+        {"qwen3_5_moe": _seeing("qwen3_5_moe_text")}, describe_moe
     ),
 }

@@ -7,10 +7,7 @@ with its own gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.layers.spec import (
@@ -32,11 +29,8 @@ from manyroots.models.architecture import (
 from manyroots.models.fields import MAX_SIDE, whole
 from manyroots.models.qwen3_moe import experts, sparse_layers
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weights.experts import per_expert
+from manyroots.models.weights.prediction import PredictionNames
 from manyroots.models.windows import FULL
-
-_DRAFTING = "mtp."
-"""Prefix of layers that predict tokens ahead, which are not served."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -106,16 +100,6 @@ def shared_experts(reader: ConfigReader, *, renormalises: bool) -> SharedSpec:
     )
 
 
-def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Without the drafting layers, and experts one by one."""
-    return per_expert((name, tensor) for name, tensor in weights if not is_drafting(name))
-
-
-def is_drafting(name: str) -> bool:
-    """Whether a tensor belongs to the layers that predict tokens ahead."""
-    return name.removeprefix("model.").startswith(_DRAFTING)
-
-
 def finish(values: Values) -> None:
     """Shared by Qwen3-Next and Qwen3.5."""
     if "mlp_only_layers" in values:
@@ -160,7 +144,7 @@ ARCHITECTURES = {
             )
         },
         describe,
-        translate,
+        prediction=PredictionNames.MTP,
         fields={
             "linear_conv_kernel_dim": whole(2, 64),
             "linear_key_head_dim": whole(1, MAX_SIDE),

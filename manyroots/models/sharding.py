@@ -26,7 +26,11 @@ def rank_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The model that one rank computes: the same, with fewer heads and narrower blocks."""
     if shard.is_whole:
         return spec
-    return replace(spec, layers=tuple(_rank_layer(layer, shard) for layer in spec.layers))
+    prediction = spec.prediction
+    if prediction is not None:
+        prediction = replace(prediction, layer=_rank_layer(prediction.layer, shard))
+    layers = tuple(_rank_layer(layer, shard) for layer in spec.layers)
+    return replace(spec, layers=layers, prediction=prediction)
 
 
 def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:

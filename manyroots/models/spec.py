@@ -15,9 +15,15 @@ from typing import Any
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import Scoring
-from manyroots.layers.memories import KV
+from manyroots.layers.memories import KV, TokenRows
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
-from manyroots.layers.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
+from manyroots.layers.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LatentSpec,
+    LayerSpec,
+)
 from manyroots.models.fields import check_rope
 
 MAX_POSITIONS = 2**24
@@ -40,6 +46,25 @@ _OTHER_NAMES = {
     "gelu_python_tanh": "gelu_pytorch_tanh",
 }
 """Other names in transformers; some compute the same in more steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionSpec:
+    """The layer that predicts tokens ahead (MTP)."""
+
+    layer: LayerSpec
+    memory: TokenRows
+    """The model's hidden state after the newest token of each page."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, page_size: int) -> PredictionSpec:
+        """A layer like the model's last one with attention."""
+        layer = next(
+            layer
+            for layer in reversed(spec.layers)
+            if any(isinstance(mixer, AttentionSpec | LatentSpec) for mixer in layer.mixers)
+        )
+        return cls(layer, TokenRows(spec.hidden_size, window=None, group=page_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +90,18 @@ class ModelSpec:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
+    prediction: PredictionSpec | None = None
+    """None: nothing is predicted ahead."""
 
     @property
     def num_layers(self) -> int:
+        """Layers of the model itself."""
         return len(self.layers)
+
+    @property
+    def all_layers(self) -> tuple[LayerSpec, ...]:
+        """These, and the layer that predicts tokens ahead."""
+        return self.layers if self.prediction is None else (*self.layers, self.prediction.layer)
 
     @property
     def max_len(self) -> int:

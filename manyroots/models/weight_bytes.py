@@ -24,7 +24,7 @@ def weight_bytes(
     norms, biases and routers are too few to matter."""
     head = 0 if spec.tie_word_embeddings else num_head_rows * spec.hidden_size
     whole = spec.vocab_size * spec.hidden_size + head
-    experts = [layer.experts for layer in spec.layers if layer.experts is not None]
+    experts = [layer.experts for layer in spec.all_layers if layer.experts is not None]
     of_experts = sum(e.num_experts * 3 * spec.hidden_size * e.intermediate_size for e in experts)
     rest = num_weights(spec, num_head_rows) - whole - of_experts
     return (
@@ -48,8 +48,10 @@ def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
         + _of_block(layer.feed_forward, hidden)
         + layer.num_norms * hidden
         + (0 if layer.hyper is None else 2 * layer.hyper.num_weights(hidden))
-        for layer in spec.layers
+        for layer in spec.all_layers
     )
+    if spec.prediction is not None:
+        layers += (2 * hidden + 3) * hidden  # the product before the layer, and three norms
     head = 0 if spec.tie_word_embeddings else num_head_rows * hidden
     last = spec.layers[-1].hyper
     end = 0 if last is None else last.num_end_weights(hidden)

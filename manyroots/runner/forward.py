@@ -54,12 +54,32 @@ class Forward:
         logits_indices: LogitsIndices | None = None,
         prompt_lens: PromptLens | None = None,
     ) -> Tensor:
-        """Hidden states of all tokens or of those at `logits_indices`. The first `num_decodes`
-        sequences have one token each; those of a step that has no others need no `rows`, `starts`
-        and `blocks`. `max_chunk`: the most tokens of one sequence; `max_len`: the longest context,
-        where it is known. `before_layer`:
-        as in `Step`. `is_padded`: whether tokens and sequences may be padding. `prompt_lens`: what
-        the host knows of sequences that do not decode."""
+        """Hidden states of all tokens or of those at `logits_indices`; the rest as in `step`."""
+        tokens, step = self.step(
+            views, num_decodes, lora, max_chunk=max_chunk, max_len=max_len,
+            before_layer=before_layer, is_padded=is_padded, logits_indices=logits_indices,
+            prompt_lens=prompt_lens,
+        )  # fmt: skip
+        return self.decoder.hidden(tokens, step)
+
+    def step(
+        self,
+        views: StepViews,
+        num_decodes: int,
+        lora: LoraRows | None,
+        *,
+        max_chunk: int,
+        max_len: int | None = None,
+        before_layer: Callable[[int], None] | None = None,
+        is_padded: bool = False,
+        logits_indices: LogitsIndices | None = None,
+        prompt_lens: PromptLens | None = None,
+    ) -> tuple[Tensor, Step]:
+        """The tokens, and what layers read beside them. The first `num_decodes` sequences have one
+        token each; those of a step that has no others need no `rows`, `starts` and `blocks`.
+        `max_chunk`: the most tokens of one sequence; `max_len`: the longest context, where it is
+        known. `before_layer`: as in `Step`. `is_padded`: whether tokens and sequences may be
+        padding. `prompt_lens`: what the host knows of sequences that do not decode."""
         decoder, kernels = self.decoder, self.decoder.kernels
         tokens, tables = kernels.decode_rows.begin(
             views.tokens, views.token_rows, self.rows.newest,
@@ -89,13 +109,15 @@ class Forward:
             ),
             memories=tuple(
                 memory.prepare(rows, place, kernels, decoder.dtype)
+                if memory.is_paged or views.units is not None
+                else None
                 for memory, place in self._memories
             ),
             lora=lora,
             before_layer=before_layer,
             logits_indices=logits_indices,
         )
-        return decoder.hidden(tokens, step)
+        return tokens, step
 
     def choose(self, logits: Tensor, views: PacketViews) -> Sampled:
         """A token for each row of logits; the views have the fields of `SamplingRows`.

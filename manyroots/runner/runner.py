@@ -48,6 +48,7 @@ from manyroots.runner.logprobs import score
 from manyroots.runner.masks import RowMasks
 from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows, shape_for
 from manyroots.runner.packet import send
+from manyroots.runner.prediction import Guesses, PredictedTokens
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.sharing import Sharing, blank
@@ -146,6 +147,14 @@ class ModelRunner:
         self._drafts = DraftRows(self._batch, self._state, arenas[decoder.num_paged :])
         self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
         self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
+        self._predicted: PredictedTokens | None = None
+        """None if the model does not predict tokens ahead."""
+        if decoder.prediction is not None:
+            self._predicted = PredictedTokens(
+                self._forward, self._batch, page_size=page_size, max_len=max_model_len
+            )
+            # Graphs give no hidden states.
+            fixed_shapes = False
         is_gpu = self._device.type == "cuda"
         if fixed_shapes is None:
             fixed_shapes = is_gpu and decoder.kernels.ask_nothing
@@ -389,7 +398,7 @@ class ModelRunner:
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
         logits_indices = self._logits_indices(inputs, views["sampled_at"])
-        hidden = self._forward.hidden(
+        tokens, step_inputs = self._forward.step(
             StepViews.of(views),
             inputs.num_decodes,
             lora,
@@ -399,8 +408,14 @@ class ModelRunner:
             logits_indices=logits_indices,
             prompt_lens=inputs.prompt_lens,
         )
+        hidden = self._decoder.hidden(tokens, step_inputs)
+        predicted, filled = self._predicted, None
+        if predicted is not None:
+            filled = predicted.fill(inputs, hidden, tokens, step_inputs)
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:
+            if predicted is not None and filled is not None:
+                predicted.keep_newest(filled, (), None)
             return self._answer_without_tokens(plan, prompt_scores)
         if logits_indices is None:
             logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
@@ -415,13 +430,20 @@ class ModelRunner:
         step = InFlight(rows, sampled, np.arange(len(rows)))
         places = np.arange(len(rows)) if logits_indices is not None else inputs.sampled_at
         kept = self._keep_hidden(hidden, rows, places)
-        return self._answer(plan, inputs, step, drafts, scores, prompt_scores, kept)
+        guesses = None
+        if predicted is not None and filled is not None:
+            num_right, last = predicted.keep_newest(filled, drafts, sampled)
+            if plan.num_guesses:
+                guesses = predicted.guess(filled, num_right, last, sampled, plan.num_guesses)
+        return self._answer(
+            plan, inputs, step, drafts, scores, prompt_scores, kept, guesses=guesses
+        )
 
     def _logits_indices(self, inputs: StepInputs, there: Tensor) -> LogitsIndices | None:
         """The sampled tokens, which are `there` on the device; None where all tokens are sampled,
-        or prompts are to be scored."""
+        prompts are to be scored, or all states are kept."""
         at = inputs.sampled_at
-        is_all = len(at) == len(inputs.tokens)
+        is_all = len(at) == len(inputs.tokens) or self._predicted is not None
         if is_all or self._state.wants_prompt_logprobs[inputs.rows].any():
             return None
         slots = None if inputs.token_slots is None else inputs.token_slots[at]
@@ -487,6 +509,7 @@ class ModelRunner:
         prompt_scores: PromptScores | None = None,
         kept: KeptHidden | None = None,
         is_graph: bool = False,
+        guesses: Guesses | None = None,
     ) -> TakeResult:
         """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
         the sampler's."""
@@ -516,6 +539,7 @@ class ModelRunner:
                 plan.step_id,
                 step.tokens()[newest],
                 num_accepted=num_right,
+                guesses={} if guesses is None else guesses.by_row(num_right),
                 draft_logprobs=_draft_logprobs(drafts, num_right, given),
                 logprobs={Row(int(step.rows[i])): given[i] for i in newest.tolist() if i in given}
                 if given

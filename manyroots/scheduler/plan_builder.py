@@ -170,6 +170,7 @@ class PlanBuilder:
         adapters: tuple[AdapterIntent, ...],
         *,
         waits: bool,
+        num_guesses: int = 0,
         keeps: tuple[KeepStored, ...] = (),
         lent_units: tuple[int, ...] = (),
     ) -> tuple[Plan, Launched]:
@@ -191,6 +192,7 @@ class PlanBuilder:
             num_tokens_int32,
             samples,
             tuple(self._drafts),
+            num_guesses,
             copies,
             keeps,
             adapters,

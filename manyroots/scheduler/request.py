@@ -81,6 +81,7 @@ class Request:
         "num_fetched_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
+        "predicted",
         "prompt_logprobs",
         "row",
         "serial",
@@ -157,6 +158,8 @@ class Request:
         """A step computed an unusable part of it: its pages must not be published."""
         self.draft_progress: DraftProgress | None = None
         """The gain of guesses; None before the first."""
+        self.predicted: tuple[int, Int32s] | None = None
+        """The newest guesses of the model's prediction layer, after this many tokens."""
         self.num_draft_tokens = 0
         """Guessed for it and checked by steps."""
         self.num_accepted_tokens = 0

@@ -122,6 +122,8 @@ class Results:
         for request in full or ():
             self._publish(request, step.step_id)
             self._rows.watch(request)
+        if result.guesses:
+            self._take_guesses(step, result)
         if full is None and not self._is_special(tokens, result):
             return StepOutputs(outputs, self._plain(sampled, tokens))
         return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
@@ -160,6 +162,14 @@ class Results:
         for row, tenancy in zip(rows, tenancies, strict=True):
             count = 1 + result.num_accepted.get(row, 0)
             self._admission.waiting.charge(self._departures.member(row, tenancy), count)
+
+    def _take_guesses(self, step: Launched, result: StepResult) -> None:
+        """Guesses follow the newest token of rows that run on."""
+        live = step.rows[self._rows.is_live(step.rows, step.tenancies)]
+        for request in self._rows.requests_at(live):
+            assert request.row is not None
+            if request.row in result.guesses:
+                request.predicted = (request.num_tokens, result.guesses[request.row])
 
     def _take_scores(self, step: Launched, result: StepResult) -> None:
         for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True):

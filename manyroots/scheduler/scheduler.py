@@ -235,7 +235,10 @@ class Scheduler:
             return None
         self._next_step_id += 1
         lent = () if self._memory is None else self._memory.take_lent()
-        plan, launched = builder.to_plan(copies, intents, waits=waits, keeps=keeps, lent_units=lent)
+        num_guesses = 0 if speculation is None else speculation.num_guesses(builder.step_id)
+        plan, launched = builder.to_plan(
+            copies, intents, waits=waits, num_guesses=num_guesses, keeps=keeps, lent_units=lent
+        )
         if speculation is not None:
             launched.is_ahead, launched.may_draft = is_ahead, speculation.is_on
         self._results.in_flight.append(launched)

@@ -33,6 +33,11 @@ LOOKED_EVERY = 4
 class DraftSource(Protocol):
     """A source of guesses."""
 
+    @property
+    def is_runner(self) -> bool:
+        """Whether the runner makes guesses, in steps whose plans ask for them."""
+        ...
+
     def guess(self, request: Request, most: int) -> Int32s:
         """At most this many tokens that may follow a request's known ones."""
         ...
@@ -48,6 +53,8 @@ class DraftSource(Protocol):
 
 class SuffixDrafts:
     """Guesses from a request's own text and from the recent output of its namespace."""
+
+    is_runner = False
 
     def __init__(self, choice: SpeculationChoice) -> None:
         self._choice = choice
@@ -65,17 +72,38 @@ class SuffixDrafts:
         self._recent.clear()
 
 
+class PredictedDrafts:
+    """Guesses of the model's prediction layer, which came with the newest result."""
+
+    is_runner = True
+
+    def guess(self, request: Request, most: int) -> Int32s:
+        if request.predicted is None:
+            return NO_TOKENS
+        num_tokens, guessed = request.predicted
+        return guessed[:most] if num_tokens == request.num_tokens else NO_TOKENS
+
+    def ended(self, request: Request) -> None:
+        """Nothing is kept of it."""
+
+    def forget(self) -> None:
+        """Nothing is kept of earlier output."""
+
+
 class Speculation:
     """Makes drafts and counts the results."""
 
     def __init__(self, choice: SpeculationChoice, source: DraftSource | None = None) -> None:
-        """`source`: None for earlier text."""
+        """`source`: None for the one that the choice names."""
         self._choice = choice
-        self.source: DraftSource | None = source or SuffixDrafts(choice)
+        own = PredictedDrafts() if choice.is_predicted else SuffixDrafts(choice)
+        self.source: DraftSource | None = source or own
         """None drafts nothing."""
         self._gains = DraftGains()
         self._costs = StepCosts()
         self._is_on = True
+        self._may_guess = True
+        """Whether few enough rows run."""
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
@@ -87,9 +115,17 @@ class Speculation:
         drafts."""
         return self._is_on and self.source is not None
 
+    def num_guesses(self, step_id: StepId) -> int:
+        """How many tokens the runner should guess in the step being planned."""
+        if self.source is None or not self.source.is_runner or not self._may_guess:
+            return 0
+        # While nothing is drafted, some steps guess to learn whether drafts would pay.
+        return self._choice.num_tokens if self._is_on or step_id % LOOKED_EVERY == 0 else 0
+
     def choose(self, running: Collection[Request], step_id: StepId) -> None:
         """Decide whether the step being planned, and the one after it, may have drafts."""
         num_rows = len(running)
+        self._may_guess = num_rows <= MAX_ROWS
         if num_rows == 0:
             return
         if num_rows > MAX_ROWS or self.source is None:
@@ -98,7 +134,7 @@ class Speculation:
         if not self._choice.is_adaptive:
             self._is_on = True
             return
-        if not self._is_on and step_id % LOOKED_EVERY == 0:
+        if not self._is_on and (self.source.is_runner or step_id % LOOKED_EVERY == 0):
             for request in running:
                 self._look(request, self.source)
         gain = sum(self._progress(request).gain for request in running) / num_rows
@@ -116,8 +152,9 @@ class Speculation:
         if len(tokens) <= request.num_prompt_tokens:
             return
         if self._gains.compare(request.group, progress, tokens):
-            progress.guessed = source.guess(request, self._choice.num_tokens)
-            progress.guessed_at = len(tokens)
+            guessed = source.guess(request, self._choice.num_tokens)
+            if len(guessed) or not source.is_runner:
+                progress.guessed, progress.guessed_at = guessed, len(tokens)
 
     def most_tokens(self, num_tokens_left: int, num_running: int) -> int:
         """How many guesses a step with this budget may check: a row's own token comes first."""
@@ -138,7 +175,7 @@ class Speculation:
         if most < 1:
             return NO_TOKENS
         guessed = source.guess(request, most)
-        if not len(guessed) and self._choice.is_adaptive:
+        if not len(guessed) and self._choice.is_adaptive and not source.is_runner:
             self._gains.checked(request.group, self._progress(request), 0)
         if request.stop_ids:
             # A token that ends the sequence is never guessed: the sampler chooses it, and nothing

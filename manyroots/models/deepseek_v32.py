@@ -8,6 +8,7 @@ from manyroots.models.architecture import Architecture, ConfigType, Values, fill
 from manyroots.models.deepseek import LATENT_DEFAULTS, finish, latent_model, sigmoid_experts
 from manyroots.models.glm4_moe_lite import DENSE, SPARSE, block_types
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.prediction import PredictionNames
 
 _KEY_NORM_EPS = 1e-6
 _INDEXED = "indexed_attention"
@@ -98,6 +99,6 @@ ARCHITECTURES = {
             )
         },
         describe,
-        has_drafting_layers=True,
+        prediction=PredictionNames.NUMBERED,
     ),
 }

@@ -16,6 +16,7 @@ from manyroots.models.deepseek_v32 import (
 )
 from manyroots.models.fields import MAX_LAYERS, NAMES, whole
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.prediction import PredictionNames
 
 FULL, SHARED = "full", "shared"
 _BY_LETTER = {"F": FULL, "S": SHARED}
@@ -94,7 +95,7 @@ ARCHITECTURES = {
             )
         },
         describe,
-        has_drafting_layers=True,
+        prediction=PredictionNames.NUMBERED,
         fields={
             "indexer_types": NAMES,
             "index_topk_pattern": ("a list of names, or a text of F and S, or null", _is_pattern),

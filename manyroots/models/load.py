@@ -15,6 +15,7 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import Kernels, kernels_for
+from manyroots.layers.spec import LatentSpec
 from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.formats import PLAIN, PackedFormat
 from manyroots.layers.weights.fp8 import check_gpu
@@ -57,15 +58,17 @@ def describe(source: ModelSource, *, predicts_by: int | None = None) -> ModelSpe
     spec = known.describe(reader)
     if predicts_by is None:
         return spec
-    _check_prediction(source, known)
+    _check_prediction(source, spec, known)
     return replace(spec, prediction=PredictionSpec.of(spec, predicts_by))
 
 
-def _check_prediction(source: ModelSource, known: Architecture) -> None:
-    """Refuse models that have no layer that predicts tokens ahead."""
+def _check_prediction(source: ModelSource, spec: ModelSpec, known: Architecture) -> None:
+    """Refuse models that have no layer that predicts tokens ahead, or one with an index."""
     text = source.config.get_text_config()
     counts = {getattr(text, field, None) for field in _PREDICTION_COUNTS} - {None}
-    if known.prediction is None or counts == {0}:
+    mixers = (mixer for layer in spec.layers for mixer in layer.mixers)
+    has_index = any(isinstance(mixer, LatentSpec) and mixer.index is not None for mixer in mixers)
+    if known.prediction is None or counts == {0} or has_index:
         reason = "has no layer of this kind that this version computes"
     elif source.kind is SourceKind.GGUF:
         reason = "is a GGUF file, of which this version does not read these layers"

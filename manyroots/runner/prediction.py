@@ -105,8 +105,8 @@ class PredictedTokens:
         before = self._states[sent["before"]]
         self._states.index_copy_(0, sent["end_pages"], hidden[sent["ends"]])
         # Another row may have filled the page before, in this step.
-        is_turned = (sent["begin"] % size == 0)[:, None]
-        carried = torch.where(is_turned, self._states[sent["before"]], before)
+        begins_page = (sent["begin"] % size == 0)[:, None]
+        carried = torch.where(begins_page, self._states[sent["before"]], before)
         carried = carried.masked_fill((sent["begin"] == 0)[:, None], 0.0)
         previous = hidden.roll(1, 0).index_copy_(0, sent["starts"], carried)
         self._decoder.predict(tokens, previous, step, only_memory=True)

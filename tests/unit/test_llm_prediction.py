@@ -20,6 +20,7 @@ from manyroots.speculative_config import parse_speculation
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.helpers.adapter_folders import write_adapter
 from tests.helpers.prediction_layers import add_prediction
+from tests.helpers.quick_tiers import quick_tiers
 from tests.soaks.differential import ADAPTERS
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -245,12 +246,13 @@ def test_v07_answers_survive_retraction_and_tiers(kind: str, tmp_path: Path) -> 
     plain = started(tmp_path)
     wanted = [one.outputs[0].token_ids for one in plain.generate(prompts, greedy)]
     plain.close()
-    drafting = started(tmp_path, 2, num_gpu_blocks_override=22, num_host_pages=80)
-    for _ in range(2):
-        got = [one.outputs[0].token_ids for one in drafting.generate(prompts, greedy)]
-        assert got == wanted
-    told = drafting.stats()
-    drafting.close()
+    with quick_tiers():
+        drafting = started(tmp_path, 2, num_gpu_blocks_override=22, num_host_pages=80)
+        for _ in range(2):
+            got = [one.outputs[0].token_ids for one in drafting.generate(prompts, greedy)]
+            assert got == wanted
+        told = drafting.stats()
+        drafting.close()
     assert told.total_retractions > 0
     assert told.total_host_hit_tokens > 0
     assert told.speculation is not None
@@ -258,7 +260,7 @@ def test_v07_answers_survive_retraction_and_tiers(kind: str, tmp_path: Path) -> 
 
 
 def test_v07_guesses_start_and_stop_with_their_gain(tmp_path: Path) -> None:
-    """V06, V07: a layer that is always wrong soon drafts nothing, and some steps still guess."""
+    """V07: a layer that is always wrong soon drafts nothing, and some steps still guess."""
     saved(tmp_path, "glm4-moe")
     add_prediction(tmp_path)
     config = {"method": "mtp", "num_speculative_tokens": 2}
@@ -287,6 +289,9 @@ def test_v07_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path / "zero", "glm4-moe", num_mtp_layers=0)
     with pytest.raises(ConfigError, match=r"method 'mtp'.*Choose method 'suffix'"):
         started(tmp_path / "zero", 1)
+    saved(tmp_path / "index", "deepseek-v32")
+    with pytest.raises(ConfigError, match=r"method 'mtp'.*Choose method 'suffix'"):
+        started(tmp_path / "index", 1)
     saved(tmp_path / "none", "glm4-moe")
     with pytest.raises(ModelError, match=r"no weights for mtp.*choose method 'suffix'"):
         started(tmp_path / "none", 1)

@@ -135,18 +135,18 @@ CONTENT = "other content under one name"
 ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "key": (("adapters",), {"adapters": ADAPTERS}),
     "salt": (("salts", "keys"), {"salts": SALTS | LOOK_ALIKES, "keys": KEYS}),
-    "api_key": (("keys", "salts"), {"keys": KEYS}),
+    "api_key": (("keys",), {"keys": KEYS}),
     "revision": (("reloads",), {CONTENT: {"in place", "after an unload", "in the same folder"}}),
     "stale": (("reloads",), {CONTENT: {"in place", "in the same folder"}}),
     "tier": (("tiers",), {"lower tiers": ONE_OF_EACH}),
     "event": (("events",), {"KV events": ONE_OF_EACH}),
-    "case": (("names", "salts"), {"names of adapters": {"case"}}),
+    "case": (("names",), {"names of adapters": {"case"}}),
     "unicode": (
         ("names", "salts"),
         {"names of adapters": {"full width"}, "salts": {"composed and decomposed", "full width"}},
     ),
     "reason": (("salts",), {"salts": SALTS | LOOK_ALIKES}),
-    "deep": (("deep", "adapters"), {"deep in a prompt": ONE_OF_EACH}),
+    "deep": (("deep",), {"deep in a prompt": ONE_OF_EACH}),
     "batch": (
         ("together", "adapters", "salts"),
         {"at the same time": {"all -> other", "all -> base"}},

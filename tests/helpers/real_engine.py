@@ -1,6 +1,6 @@
 """A whole engine around a tiny model, observed: its decisions, and the bytes that they produce.
 
-`RealEngine` is the engine as it is built for serving, on a CPU, audited after every step; it keeps
+`RealEngine` is the engine as it is built for serving, on a CPU, audited as it steps; it keeps
 its plans and the cache's events. `check_units` compares every unit that can be found, on the
 device, on the host and in storage, with what a cold engine computes for the same tokens and
 weights: a page that is found under the wrong name, copied to the wrong place or written by the
@@ -48,6 +48,7 @@ from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.step import Plan, Runner, StepResult
 from manyroots.store.unit_values import unit_key, unpack
 from tests.helpers.adapter_folders import Recipe, write_adapter
+from tests.helpers.audits import CacheAudits
 from tests.helpers.cache_harness import Path as PagePath
 from tests.helpers.cache_harness import resident
 from tests.helpers.patience import PATIENCE_S
@@ -172,7 +173,7 @@ class RealEngine:
         audits: bool = True,
         **settings: Any,
     ) -> None:
-        """`names`: adapters that are loaded from the start on. `audits`: after every step."""
+        """`names`: adapters that are loaded from the start on. `audits`: as it steps."""
         self.world, self._audits = world, audits
         self.plans: list[Plan] = []
         self.events: list[CacheEvent] = []
@@ -190,6 +191,7 @@ class RealEngine:
         self.loop = build_engine(engine_settings(given), watch).loop
         self.scheduler: Any = self.loop._scheduler
         self.cache: PrefixCache = self.scheduler._cache
+        self._cache_audits = CacheAudits(self.cache)
         # Whether a load is worth its time must not depend on this machine's speed.
         costs: Any = self.cache.costs
         costs.is_worth_loading = costs.is_worth_fetching = lambda *_: True
@@ -296,10 +298,14 @@ class RealEngine:
                 said.first_step = self.num_steps
         self._replies |= {reply.op_id: reply for reply in self.loop.take_replies()}
         if self._audits:
-            self.audit()
+            self._cache_audits.after_step(is_last=not self.loop.has_work)
+            self._audit_scheduler()
 
     def audit(self) -> None:
         audit(self.cache)
+        self._audit_scheduler()
+
+    def _audit_scheduler(self) -> None:
         audit_adapters(self.scheduler.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
         if self.scheduler._memory is not None:

@@ -1,11 +1,10 @@
-"""A small engine without a model, audited after every step; shared by tests of the decide half."""
+"""A small engine without a model, audited as it steps; shared by tests of the decide half."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import CacheLayout, Capacity
@@ -23,6 +22,7 @@ from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.scheduler.speculation import DraftSource
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter, Plan, StepResult
+from tests.helpers.audits import CacheAudits
 
 BASE = Namespace(adapter=None, salt=None)
 VOCAB = 50
@@ -173,11 +173,12 @@ class SchedulerHarness:
         )
         self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}
+        self._audits = CacheAudits(self.cache)
 
     def step(self) -> None:
         for output in self.loop.step():
             self.outputs.setdefault(int(output.request_id), []).append(output)
-        audit(self.cache)
+        self._audits.after_step(is_last=not self.loop.has_work)
         audit_adapters(self.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 

@@ -15,10 +15,10 @@ from tests.soaks.differential import (
 )
 from tests.unit.store.tiers import server_program
 
-NUM_TRACES = 6
-NUM_RECURRENT_TRACES = 3
-NUM_LATENT_TRACES = 3
-NUM_COMPRESSED_TRACES = 3
+NUM_TRACES = 3
+NUM_RECURRENT_TRACES = 2
+NUM_LATENT_TRACES = 2
+NUM_COMPRESSED_TRACES = 2
 NUM_INDEX_TRACES = 3
 NUM_RANK_TRACES = 4
 

@@ -467,7 +467,8 @@ def s3_faults(bench: Bench, count: int, fault: str) -> Told:
 def host_allocation(bench: Bench, count: int) -> Told:
     """The host tier can't be had at start, which is said; copies for storage can't, later."""
     num_refused = num_failed = turn = 0
-    for _ in range(count // 2):
+    num_starts, num_copies = -(-count // 2), max(1, count // 2)
+    for _ in range(num_starts):
         with (
             mock.patch.object(np, "zeros", side_effect=MemoryError),
             mock.patch.object(torch, "zeros", side_effect=MemoryError),
@@ -489,13 +490,13 @@ def host_allocation(bench: Bench, count: int) -> Told:
         mock.patch.object(storage_link, "pack", pack),
         bench.on_files(bench.folder / "memory") as llm,
     ):
-        while num_failed < count - count // 2:
+        while num_failed < num_copies:
             for path in files_of(bench.folder / "memory"):
                 path.unlink()
             bench.check(llm, turn % NUM_PROMPTS)
             rest(llm)
             turn += 1
-    assert num_refused == count // 2, f"{num_refused} starts were refused"
+    assert num_refused == num_starts, f"{num_refused} starts were refused"
     return {"faults": num_refused + num_failed, "starts_refused": num_refused, "requests": turn}
 
 

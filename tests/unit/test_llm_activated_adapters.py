@@ -19,7 +19,7 @@ from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
 PAGE = 4
 INVOCATION = (7, 8)
 RECIPE = Recipe(rank=8, modules=ATTENTION, seed=9, scale=0.5, invocation_tokens=INVOCATION)
-NUM_SEEDS = 12
+NUM_SEEDS = 6
 NUM_PROMPTS = 12
 
 

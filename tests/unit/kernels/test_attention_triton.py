@@ -57,17 +57,18 @@ def pages_for(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 32), (6, 2, 16)])
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (9, True)])
 @pytest.mark.parametrize(
-    "tiling",
+    ("tiling", "window", "has_sinks", "heads", "kv_heads", "dim"),
     [
-        fast.DecodeTiling(1, 16, 1, 3, pages_ahead=False),
-        fast.DecodeTiling(1, 16, 1, 4, pages_ahead=True),
-        fast.DecodeTiling(4, 16, 1, 3, pages_ahead=False),
-        fast.DecodeTiling(4, 16, 2, 2, pages_ahead=True),
+        (fast.DecodeTiling(1, 16, 1, 3, pages_ahead=False), 0, False, 4, 1, 32),
+        (fast.DecodeTiling(1, 16, 1, 3, pages_ahead=False), 9, True, 6, 2, 16),
+        (fast.DecodeTiling(1, 16, 1, 4, pages_ahead=True), 0, False, 6, 2, 16),
+        (fast.DecodeTiling(1, 16, 1, 4, pages_ahead=True), 9, True, 4, 1, 32),
+        (fast.DecodeTiling(4, 16, 1, 3, pages_ahead=False), 0, False, 4, 1, 32),
+        (fast.DecodeTiling(4, 16, 1, 3, pages_ahead=False), 9, True, 6, 2, 16),
+        (fast.DecodeTiling(4, 16, 2, 2, pages_ahead=True), 0, False, 6, 2, 16),
+        (fast.DecodeTiling(4, 16, 2, 2, pages_ahead=True), 9, True, 4, 1, 32),
     ],
-    ids=["whole", "whole, pages ahead", "in parts", "in parts, pages ahead"],
 )
 def test_decode_reads_what_a_row_sees_and_nothing_else(
     tiling: fast.DecodeTiling,
@@ -144,9 +145,14 @@ def test_what_rows_share_is_read_once_and_changes_nothing(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (7, True), (100, False)])
-@pytest.mark.parametrize("segments", SEGMENTS)
+@pytest.mark.parametrize(
+    ("segments", "window", "has_sinks", "tiling"),
+    [
+        (segments, *window, TILINGS[(i + j) % len(TILINGS)])
+        for i, segments in enumerate(SEGMENTS)
+        for j, window in enumerate([(0, False), (7, True), (100, False)])
+    ],
+)
 def test_prefill_is_causal_over_a_paged_prefix(
     segments: list[tuple[int, int]],
     window: int,
@@ -155,7 +161,7 @@ def test_prefill_is_causal_over_a_paged_prefix(
     dtype: torch.dtype,
 ) -> None:
     """Tiles that are masked and tiles that are not, on both sides of a window's edge; heads of one
-    program have the same keys."""
+    program have the same keys. Any two of segments, windows and tilings meet."""
     heads, kv_heads, dim = 6, 3, 16
     lens = [context for _, context in segments]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
@@ -219,8 +225,11 @@ STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("window", [0, 1, 7, 8, 9, 15, 17, 32])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"),
+    [(0, False), (0, True), (1, True), (7, False), (8, True), (9, False), (15, True), (17, False),
+     (32, True)],
+)  # fmt: skip
 @pytest.mark.parametrize("step", STEPS, ids=["decodes", "prompts", "both"])
 def test_a_window_reads_nothing_in_front_of_it(
     step: tuple[list[int], list[tuple[int, int]]],

@@ -2,8 +2,9 @@
 
 Starts three servers on loopback with equal settings and one engine each: without a gateway, with a
 gateway in the API process (`--replicas`), and with the router in a process of its own
-(`--gateways 2`). Sends each the same prompts, in turn, so that other work on the machine slows all
-of them. One stream at a time gives the time to the first token; many at once give the processor
+(`--gateways 2`). One stream at a time gives the time to the first token: each prompt goes to all
+servers, one after the other in an order that rotates, and what a gateway adds is the median of the
+differences. So other work on the machine slows all of them. Many streams at once give the processor
 time per token, of all processes of the server.
 """
 
@@ -61,12 +62,11 @@ def run_gateway(workload: GatewayWorkload, engine: dict[str, Any]) -> dict[str, 
         }
         for turn in range(-1, workload.repeats):
             prompts = _prompts(workload, rng)
-            order = list(KINDS)[:: -1 if turn % 2 else 1]
-            for kind in order:
-                firsts, per_token_s = asyncio.run(_turn(servers[kind], workload, prompts))
-                if turn >= 0:  # the first one warms up
-                    first_ms[kind] += [1e3 * seconds for seconds in firsts]
-                    token_us[kind].append(1e6 * per_token_s)
+            firsts, per_token_s = asyncio.run(_turn(servers, workload, prompts))
+            if turn >= 0:  # the first one warms up
+                for kind in KINDS:
+                    first_ms[kind] += [1e3 * seconds for seconds in firsts[kind]]
+                    token_us[kind].append(1e6 * per_token_s[kind])
     report: dict[str, Any] = {
         "bench": "gateway",
         "engine": engine,
@@ -88,8 +88,9 @@ def run_gateway(workload: GatewayWorkload, engine: dict[str, Any]) -> dict[str, 
 def _added(
     kind: str, first_ms: dict[str, list[float]], token_us: dict[str, list[float]]
 ) -> dict[str, float]:
-    """Beside the server without a gateway."""
-    firsts = statistics.median(first_ms[kind]) - statistics.median(first_ms["alone"])
+    """Beside the server without a gateway; first tokens prompt by prompt."""
+    pairs = zip(first_ms[kind], first_ms["alone"], strict=True)
+    firsts = statistics.median(own - alone for own, alone in pairs)
     tokens = statistics.median(token_us[kind]) / statistics.median(token_us["alone"]) - 1
     return {"added_first_token_p50_ms": round(firsts, 3), "added_processor_share": round(tokens, 4)}
 
@@ -103,32 +104,44 @@ def _prompts(workload: GatewayWorkload, rng: random.Random) -> list[list[int]]:
 
 
 async def _turn(
-    server: ServerProcess, workload: GatewayWorkload, prompts: list[list[int]]
-) -> tuple[list[float], float]:
-    """Seconds to the first token of each request alone; processor seconds per token of many."""
-    streams = HttpStreams(server.url, None)
-
-    async def ask(prompt: list[int], num_tokens: int) -> float:
-        answer = await streams.post(
-            "/v1/completions",
-            {
-                "model": NAME, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
-                "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-            },
-        )  # fmt: skip
-        if answer.events[-1][1]["usage"]["completion_tokens"] != num_tokens:
-            raise HttpStreamError(f"asked for {num_tokens} tokens, and got others.")
-        return next(at for at, event in answer.events if event.get("choices")) - answer.sent_s
-
+    servers: dict[str, ServerProcess], workload: GatewayWorkload, prompts: list[list[int]]
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Of each server: seconds to the first token of each request alone, and processor seconds per
+    token of many."""
+    streams = {kind: HttpStreams(server.url, None) for kind, server in servers.items()}
+    firsts: dict[str, list[float]] = {kind: [] for kind in servers}
+    per_token_s: dict[str, float] = {}
+    kinds = list(servers)
     try:
-        firsts = [await ask(prompt, 2) for prompt in prompts[: workload.num_first]]
-        before = _all_processor_s(server.pid)
+        for number, prompt in enumerate(prompts[: workload.num_first]):
+            first = number % len(kinds)
+            for kind in kinds[first:] + kinds[:first]:
+                firsts[kind].append(await _first_s(streams[kind], prompt, 2))
         many = prompts[workload.num_first :]
-        await asyncio.gather(*(ask(prompt, workload.output_len) for prompt in many))
-        taken_s = _all_processor_s(server.pid) - before
+        for kind, server in servers.items():
+            before = _all_processor_s(server.pid)
+            asked = (_first_s(streams[kind], prompt, workload.output_len) for prompt in many)
+            await asyncio.gather(*asked)
+            taken_s = _all_processor_s(server.pid) - before
+            per_token_s[kind] = taken_s / (len(many) * workload.output_len)
     finally:
-        streams.close()
-    return firsts, taken_s / (len(many) * workload.output_len)
+        for each in streams.values():
+            each.close()
+    return firsts, per_token_s
+
+
+async def _first_s(streams: HttpStreams, prompt: list[int], num_tokens: int) -> float:
+    """Seconds to the first token of a request, when all of it has been answered."""
+    answer = await streams.post(
+        "/v1/completions",
+        {
+            "model": NAME, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        },
+    )  # fmt: skip
+    if answer.events[-1][1]["usage"]["completion_tokens"] != num_tokens:
+        raise HttpStreamError(f"asked for {num_tokens} tokens, and got others.")
+    return next(at for at, event in answer.events if event.get("choices")) - answer.sent_s
 
 
 def _all_processor_s(pid: int) -> float:

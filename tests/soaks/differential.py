@@ -118,8 +118,9 @@ ALL_MIXES = {**MIXES, **LATENT_MIXES, **INDEX_MIXES, **COMPRESSED_MIXES, **RECUR
 KV_BYTES_SHARE = 0.28
 """What the warm engine has of the memory that four conversations of full length would take: little
 more than one of them, so that answers which grow take each other's pages away."""
-LESS_SHARE = {"compressed groups": 0.14}
-"""The same where most of a page's bytes are of windows, of which a conversation holds few pages."""
+LESS_SHARE = {"compressed groups": 0.12}
+"""The same where most of a page's bytes are of windows, of which a conversation holds few pages.
+With less, windows let so few requests run that none takes another's pages away."""
 SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
 LONG = (17, 26, 41)
 """Tokens that are asked for."""

@@ -139,12 +139,15 @@ class LatentAttention:
         """[tokens, heads, value_dim]"""
         both: ChosenStep = step.memories[self._family]
         pages = memory if isinstance(memory, Tensor) else memory[0]
-        x = whole_rows(x)
+        index = self._index
+        if index is not None:
+            x = whole_rows(x)  # several products read it
         q, latent_q = self._written(x, pages, both.latents, step)
-        if self._index is not None:
+        if index is not None:
             assert latent_q is not None
+            assert isinstance(x, Tensor)
             angles = step.ropes[self._spec.rope]
-            step.chosen.positions = self._index(x, latent_q, memory[1], both.rows, step, angles)
+            step.chosen.positions = index(x, latent_q, memory[1], both.rows, step, angles)
         chosen = step.chosen.positions
         if chosen is None:
             return self._attended(q, pages, both.latents, step)

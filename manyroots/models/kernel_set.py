@@ -72,9 +72,7 @@ def _why_not(mixer: MixerSpec) -> str | None:
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
         case CompressedSpec():
             return "there are none for compressed groups of tokens yet"
-        case LatentSpec():
-            return None if mixer.index is None else "there are none for an index of tokens yet"
-        case ShortConvSpec():
+        case ShortConvSpec() | LatentSpec():
             return None
         case _:
             assert_never(mixer)

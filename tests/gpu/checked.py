@@ -206,6 +206,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "qk_rope_kv_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
     "attention.attend": lambda args, out: {"out": out},
     "latent.latent_write": lambda args, out: {"q": out, "pages": args[4]},
+    "latent.index_write": lambda args, out: {"q": out, "pages": args[4]},
     "latent.absorb_queries": lambda args, out: {"out": out},
     "latent.latent_decode": lambda args, out: {"out": out},
     "latent.expand_values": lambda args, out: {"out": out},

@@ -26,7 +26,7 @@ KINDS = (
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
     "gemma2", "nemotron-h", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "minicpm3",
-    "kimi-linear", "deepseek-v3-fp8-block",
+    "kimi-linear", "deepseek-v3-fp8-block", "deepseek-v32", "glm-moe-dsa",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -59,6 +59,9 @@ _PUBLIC_LATENT_SIZES = {
     "v_head_dim": 128,
 }
 """Those of DeepSeek and Kimi, which have kernels of their own."""
+_INDEX = {"index_n_heads": 16, "index_topk": 500}
+"""A GPU's decoding rows choose, since pages could hold more; and choose all, since in half
+precision either of two nearly equal scores may be the greater."""
 MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"moe_intermediate_size": 128},
     "gpt-oss": {"intermediate_size": 128},
@@ -68,6 +71,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "glm4-moe-norm": {"moe_intermediate_size": 128},
     "deepseek-v2-lite": {**_FEW_EXPERTS, **_PUBLIC_LATENT_SIZES},
     "deepseek-v3": {**_FEW_EXPERTS, "q_lora_rank": 64, **_PUBLIC_LATENT_SIZES},
+    "deepseek-v32": {
+        **_FEW_EXPERTS,
+        "q_lora_rank": 64,
+        **_PUBLIC_LATENT_SIZES,
+        **_INDEX,
+        "index_head_dim": 128,
+    },
+    "glm-moe-dsa": {
+        **_FEW_EXPERTS,
+        "q_lora_rank": 64,
+        **_LATENT_SIZES,
+        **_INDEX,
+        "index_head_dim": 64,
+    },
     "glm4-moe-lite": {**_FEW_EXPERTS, "q_lora_rank": 64, **_LATENT_SIZES},
     "kimi-linear": {
         "moe_intermediate_size": 128,
@@ -113,7 +130,7 @@ _ODD_SIZES: dict[str, dict[str, Any]] = {
 }
 _ATTENTION = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj",
-    "kv_a_proj_with_mqa", "kv_b_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj",
 )  # fmt: skip
 _MLP = (
     "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear", "output_linear", "w1",

@@ -35,6 +35,7 @@ HYBRIDS = {
     "gated_norm.sigmoid_gated": "qwen3-next",
     "gated_norm.add_gated": "qwen3-next",
     "latent.latent_write": "minicpm3",
+    "latent.index_write": "glm-moe-dsa",
     "latent.absorb_queries": "minicpm3",
     "latent.latent_decode": "minicpm3",
     "latent.expand_values": "minicpm3",
@@ -47,9 +48,10 @@ OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in 
 NOT_CALLED = (
     "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
     "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for", "latent.merge",
+    "latent.attend_chosen", "compressed.choose_entries",
 )  # fmt: skip
-"""By a step: parts of what is compared, what only says what `linear` takes, and what joins pieces
-of prompts that are longer than these."""
+"""By a step: parts of what is compared, what only says what `linear` takes, what joins pieces of
+prompts that are longer than these, and what an index does if queries see more tokens than these."""
 
 
 @pytest.fixture(scope="module")

@@ -144,6 +144,24 @@ class RowsStep:
             return torch.arange(self._num_decodes, device=device)
         return torch.from_numpy(self._host_seqs).to(device)
 
+    @cached_property
+    def token_lens(self) -> Tensor:
+        """int32 [tokens]: how many tokens each token sees, itself included."""
+        lens, prompts = self._lens, self._prompts
+        if prompts is None:
+            return lens[: self._num_decodes]
+        before_last = np.cumsum(self._counts).repeat(self._counts) - 1
+        before_last = (before_last - np.arange(len(before_last))).astype(np.int32)
+        return lens[self.token_seqs] - torch.from_numpy(before_last).to(lens.device)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Rows that a sequence has at most. A GPU is not asked for the lengths of sequences that
+        decode: what their pages could hold counts."""
+        if self._num_decodes and self.page_table.is_cuda:
+            return self.page_table.shape[1] * self._page_size // self.group
+        return int(self._host_lens.max(initial=0)) // self.group
+
     def slots_chosen(self, numbers: Tensor) -> Tensor:
         """int64 [tokens, most]: where the rows lie that each token chose by number; -1 for none."""
         seqs = self.token_seqs[:, None].expand_as(numbers)

@@ -118,14 +118,15 @@ def _within_groups(
 
 @triton.jit
 def _choose(
-    logits, bias, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts,
-    factor, in_split, in_row, hidden_split, hidden_row,
+    logits, bias, given, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows,
+    num_experts, factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, IS_GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """The most likely experts of a block of tokens; ties go to the lower index."""
+    """The most likely experts of a block of tokens; ties go to the lower index. `IS_GIVEN`: those
+    that a table gives."""
     e = tl.arange(0, BLOCK_E)
     ok = (r < num_rows)[:, None] & (e < num_experts)[None, :]
     at = logits + r[:, None] * in_row + e[None, :]
@@ -164,7 +165,10 @@ def _choose(
     best = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     rank = tl.full((BLOCK_R, BLOCK_E), -1, tl.int32)
     for i in range(TOP_K):
-        which = tl.argmax(left, axis=1)
+        if IS_GIVEN:
+            which = tl.load(given + r * TOP_K + i, mask=r < num_rows, other=0).to(tl.int32)
+        else:
+            which = tl.argmax(left, axis=1)
         is_this = c[None, :] == i
         experts = tl.where(is_this, which[:, None], experts)
         is_that = e[None, :] == which[:, None]
@@ -214,22 +218,23 @@ def _list(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits, bias, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter,
+    logits, bias, given, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter,
     num_rows, num_experts, factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, IS_GIVEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each program chooses for a few tokens; with BLOCK_T, the last program makes the lists."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     _choose(
-        logits, bias, chosen, weights, ranks, hidden, slots, pool, table,
+        logits, bias, given, chosen, weights, ranks, hidden, slots, pool, table,
         tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, factor,
         in_split, in_row, hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K,
         SCORING, HAS_BIAS, BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0, NUM_GROUPS, CHOSEN_GROUPS,
-        GROUP_SIZE,
+        GROUP_SIZE, IS_GIVEN,
     )  # fmt: skip
     if BLOCK_T:
         tl.debug_barrier()
@@ -254,8 +259,6 @@ def route(
     adapters' additions and the router's bias [experts]. All weights are multiplied with `factor`.
     `groups`: restricts a token's experts to a few groups. `chosen` [tokens, top_k]: the
     experts, where a table gives them."""
-    if chosen is not None:
-        raise NotImplementedError("models whose experts follow from tokens use the reference set")
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device
@@ -277,9 +280,9 @@ def route(
         adapters = (hidden, lora.rows.slots, site.pool, site.table)
         hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
-        parts, parts if bias is None else bias, found, weights, ranks, pairs, lists, *adapters,
-        counters(device), num_rows, num_experts, factor, parts.stride(0), parts.stride(1),
-        *hidden_strides,
+        parts, parts if bias is None else bias, found if chosen is None else chosen.contiguous(),
+        found, weights, ranks, pairs, lists, *adapters, counters(device), num_rows, num_experts,
+        factor, parts.stride(0), parts.stride(1), *hidden_strides,
         NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
         SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
@@ -287,7 +290,7 @@ def route(
         NUM_GROUPS=0 if groups is None else groups.count,
         CHOSEN_GROUPS=0 if groups is None else groups.chosen,
         GROUP_SIZE=1 if groups is None else num_experts // groups.count,
-        num_warps=num_warps, **launch_options(device),
+        IS_GIVEN=chosen is not None, num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
     if is_small:
         return Routing(weights, pairs, lists, found)

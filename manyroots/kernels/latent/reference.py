@@ -142,8 +142,8 @@ def latent_decode(
 def attend_chosen(
     queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
 ) -> Tensor:
-    """The same, each row over the tokens at its `slots` [rows, most], -1 for none. A row without
-    tokens gives zeros."""
+    """The same, each row over the tokens at its `slots` [rows, most], -1 for none, after all
+    others. A row without tokens gives zeros."""
     width = queries.shape[2]
     out = torch.zeros(*queries.shape[:2], latent, device=queries.device)
     for row, own in enumerate(slots):

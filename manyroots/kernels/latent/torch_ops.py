@@ -154,8 +154,8 @@ def latent_decode(
 def attend_chosen(
     queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
 ) -> Tensor:
-    """The same, each row over the tokens at its `slots` [rows, most], -1 for none. A row without
-    tokens gives zeros."""
+    """The same, each row over the tokens at its `slots` [rows, most], -1 for none, after all
+    others. A row without tokens gives zeros."""
     num_rows, most = slots.shape
     width = queries.shape[2]
     out = queries.new_zeros(*queries.shape[:2], latent)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from manyroots.kernels.latent.reference import attend_chosen, index_write
-from manyroots.kernels.latent.triton_decode import latent_decode
+from manyroots.kernels.latent.triton_decode import attend_chosen, latent_decode
+from manyroots.kernels.latent.triton_index import index_write
 from manyroots.kernels.latent.triton_products import absorb_queries, expand_values
 from manyroots.kernels.latent.triton_prompt import attend_piece, merge
 from manyroots.kernels.latent.triton_rows import latent_read, latent_write

@@ -34,12 +34,15 @@ def _decode(
     page_stride, token_stride, scale_start,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_POW: tl.constexpr,
     ROPE_POW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, IS_FP8: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of a row's history for a block of heads; the last program merges the
-    parts."""
+    parts. `IS_CHOSEN`: the table has a slot for each token, and this step made it."""
     let_next_begin(DEPENDENT)
     split, block, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if IS_CHOSEN:
+        wait_for_inputs(DEPENDENT)
     length = tl.load(lengths + row)
     per_split = tl.cdiv(tl.cdiv(length, BLOCK_T), NUM_SPLITS) * BLOCK_T
     first = split * per_split
@@ -48,7 +51,8 @@ def _decode(
     is_head = h < HEADS
     is_out = is_head[:, None] & (d < LATENT)[None, :]
     row_head = row.to(tl.int64) * HEADS + h
-    wait_for_inputs(DEPENDENT)
+    if not IS_CHOSEN:
+        wait_for_inputs(DEPENDENT)
     if first >= length:
         if split == 0:  # a row without tokens
             nothing = tl.zeros((BLOCK_H, LATENT_POW), tl.float32)
@@ -68,8 +72,12 @@ def _decode(
     for begin in range(first, last, BLOCK_T):
         t = begin + tl.arange(0, BLOCK_T)
         ok = t < last
-        page = tl.load(table + t // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
-        at = page * page_stride + t % PAGE_SIZE * token_stride
+        if IS_CHOSEN:
+            slot = tl.load(table + t, mask=ok, other=0)
+            at = slot // PAGE_SIZE * page_stride + slot % PAGE_SIZE * token_stride
+        else:
+            page = tl.load(table + t // PAGE_SIZE, mask=ok, other=0).to(tl.int64)
+            at = page * page_stride + t % PAGE_SIZE * token_stride
         seen = ok[:, None] & (d < LATENT)[None, :]
         latents = tl.load(pages + at[:, None] + d[None, :], mask=seen, other=0.0).to(query.dtype)
         seen = ok[:, None] & (e < ROPE)[None, :]
@@ -134,6 +142,28 @@ def latent_decode(
     its first `lengths` tokens. A row without tokens gives zeros."""
     if triton_hopper.is_for(queries, pages, latent):
         return triton_hopper.latent_decode(queries, pages, page_table, lengths, scale, latent)
+    return _attend(queries, pages, page_table, lengths, scale, latent, is_chosen=False)
+
+
+def attend_chosen(
+    queries: Tensor, pages: Tensor, slots: Tensor, scale: float, latent: int
+) -> Tensor:
+    """The same, each row over the tokens at its `slots` [rows, most], -1 for none, after all
+    others. A row without tokens gives zeros."""
+    lengths = (slots >= 0).sum(1, dtype=torch.int32)
+    return _attend(queries, pages, slots, lengths, scale, latent, is_chosen=True)
+
+
+def _attend(
+    queries: Tensor,
+    pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    latent: int,
+    *,
+    is_chosen: bool,
+) -> Tensor:
     queries = queries.contiguous()
     num_rows, heads, width = queries.shape
     device = queries.device
@@ -147,12 +177,12 @@ def latent_decode(
     sums = torch.empty(num_rows * heads * parts, dtype=torch.float32, device=device)
     numbers, scales, scale_start = numbers_of(pages)
     _decode[(parts, blocks, num_rows)](
-        queries, numbers, scales, page_table, lengths, out, partial, sums, counters(device),
-        scale * LOG2_E, page_table.stride(0), pages.stride(0), pages.stride(1), scale_start,
+        queries, numbers, scales, table, lengths, out, partial, sums, counters(device),
+        scale * LOG2_E, table.stride(0), pages.stride(0), pages.stride(1), scale_start,
         HEADS=heads, LATENT=latent, ROPE=width - latent, LATENT_POW=padded(latent, LEAST),
         ROPE_POW=padded(width - latent, LEAST), PAGE_SIZE=pages.shape[1], BLOCK_H=block,
         BLOCK_T=16 if queries.dtype == torch.float32 else TOKENS, NUM_SPLITS=parts,
-        IS_FP8=pages.dtype is torch.uint8, num_warps=4 if block <= 16 else 8, num_stages=2,
-        **launch_options(device),
+        IS_FP8=pages.dtype is torch.uint8, IS_CHOSEN=is_chosen, num_warps=4 if block <= 16 else 8,
+        num_stages=2, **launch_options(device),
     )  # fmt: skip
     return out

@@ -36,7 +36,7 @@ def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 @triton.jit
-def _rotated(
+def rotated_pairs(
     source, d, is_number, cos, sin, token, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
     """Both halves of the rotated numbers at `source` (some rows of pointers)."""
@@ -87,7 +87,7 @@ def _write(
     if PAIRS:
         e = tl.arange(0, PAIRS_POW)
         begin = tl.arange(0, 1) + LATENT
-        a, b = _rotated(
+        a, b = rotated_pairs(
             source + begin, e, (e < PAIRS)[None, :], cos, sin, token, PAIRS, INTERLEAVED
         )
         if IS_FP8:
@@ -137,7 +137,7 @@ def _rope_write(
         if PAIRS:
             e = tl.arange(0, PAIRS_POW)
             is_pair = is_head & (e < PAIRS)[None, :]
-            a, b = _rotated(source + NOPE, e, is_pair, cos, sin, token, PAIRS, INTERLEAVED)
+            a, b = rotated_pairs(source + NOPE, e, is_pair, cos, sin, token, PAIRS, INTERLEAVED)
             tl.store(to[:, None] + NOPE + e[None, :], a, mask=is_pair)
             tl.store(to[:, None] + NOPE + PAIRS + e[None, :], b, mask=is_pair)
 

@@ -76,12 +76,12 @@ assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
 
 scores = dict.fromkeys(("logits", "bias", "weights", "hidden", "pool"), FLOAT)
 scores |= dict.fromkeys(("chosen", "ranks", "pairs", "groups", "slots", "counter"), INT)
-scores |= dict(table=LONG, factor="fp32")
-for scoring in ("softmax", "sigmoid_renormalised"):
+scores |= dict(table=LONG, given=LONG, factor="fp32")
+for scoring, is_given in (("softmax", False), ("sigmoid_renormalised", False), ("sigmoid", True)):
     compiled(
         routing._route, scores, NUM_SPLITS=1, LORA_SPLITS=0, RANK_BLOCK=16, TOP_K=3,
         SCORING=scoring, HAS_BIAS=True, BLOCK_C=4, BLOCK_E=16, BLOCK_R=8, BLOCK_T=16,
-        NUM_GROUPS=4, CHOSEN_GROUPS=2, GROUP_SIZE=3, DEPENDENT=True,
+        NUM_GROUPS=4, CHOSEN_GROUPS=2, GROUP_SIZE=3, IS_GIVEN=is_given, DEPENDENT=True,
     )
 
 states = dict.fromkeys(("q", "k", "v", "decay", "beta", "out"), HALF)

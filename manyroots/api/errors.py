@@ -135,7 +135,8 @@ async def _answer_http(request: Request, error: Exception) -> Response:
             path = request.scope["path"]
             error.detail = f"There is no {request.method} {path[:200]} here{_hint(request)}"
         case 405:
-            allowed = (error.headers or {}).get("Allow", "")
+            # Starlette lists a set, in another order at each start.
+            allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
             path = request.scope["path"]
             error.detail = (
                 f"{path[:200]} does not take {request.method}; send {allowed or 'another'}."

@@ -1,6 +1,6 @@
 """Replicas, gateways and engines are killed under load; each answer must be what the model gives.
 
-    python -m tests.soaks.replica_kills 20 [--seed 0] [--kind llama] [--backend processes]
+    python -m tests.soaks.replica_kills 20 [--seed 0] [--kind lfm2] [--backend ray]
 
 Kills an engine, a gateway, another engine and the router, again and again; a seed draws which, and
 when. Streams of several callers run without a pause at two gateways, with the base model and an
@@ -26,6 +26,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from manyroots.bench.peers import transformers_model
+from manyroots.config import DEFAULT_MODEL, ModelSettings
+from manyroots.models.load import load_model
+from manyroots.models.source import resolve_source
 from tests.e2e.adapter_server import ADMIN, MODEL, PAGE_SIZE, completion
 from tests.e2e.conftest import running
 from tests.e2e.test_gateways import HEADERS, KEY, NUM_GATEWAYS, PROMPT, Gateways
@@ -39,6 +45,18 @@ NUM_TOKENS = 40
 ERRORS = ("killed by SIGKILL", "the router process is gone")
 KINDS = ("engine", "gateway", "engine", "router")
 """In turn, so that any four kills have all of them."""
+
+
+class DefaultAdapters(TinyAdapters):
+    """The default model with its real weights in place of a tiny one."""
+
+    def __init__(self, folder: Path) -> None:
+        source, cpu = resolve_source(ModelSettings()), torch.device("cpu")
+        own = load_model(source, dtype=torch.float32, device=cpu, load_format="auto", seed=0)
+        self.model, self.dirs = Path(DEFAULT_MODEL), folder / "adapters"
+        self.targets = own.adapter_targets()
+        self._theirs = transformers_model(own, source)
+        self._theirs.generation_config.eos_token_id = None
 
 
 def victims(served: Gateways) -> dict[str, list[int]]:
@@ -70,7 +88,8 @@ def run(num_kills: int, seed: int, first: int, kind: str, backend: str) -> dict[
     killed: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         top = Path(folder)
-        tiny = TinyAdapters(top / "tiny", kind)
+        home = top / "model"
+        tiny = DefaultAdapters(home) if kind == "smollm2" else TinyAdapters(home, kind)
         tiny.write("soak", Recipe(rank=8, modules=ATTENTION, seed=7))
         keys = top / "keys.json"
         keys.write_text(json.dumps({"keys": [{"name": "all", "key": KEY, "adapters": ["*"]}]}))
@@ -134,7 +153,7 @@ def main() -> int:
     parser.add_argument("kills", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--kind", default="llama", help="of the tiny model, as qwen3-next")
+    parser.add_argument("--kind", default="llama", help="of the tiny model, or smollm2")
     parser.add_argument("--backend", default="processes", choices=("processes", "ray"))
     given = parser.parse_args()
     found = run(given.kills, given.seed, given.first, given.kind, given.backend)

@@ -184,7 +184,7 @@ async def test_g04_routes_of_other_servers_say_what_stands_here(path: str, remed
     ("path", "status", "remedy"),
     [("/v1/models/tiny:generateContent", 405, "/v1/chat/completions"),
      ("/v1beta/models/tiny:streamGenerateContent", 404, "/v1/chat/completions"),
-     ("/", 405, "/v1/completions"), ("/live", 405, "GET")],
+     ("/", 405, "/v1/completions"), ("/live", 405, "send GET, HEAD")],
 )  # fmt: skip
 async def test_g04_what_other_servers_take_is_told_where_to_go(
     path: str, status: int, remedy: str

@@ -126,13 +126,14 @@ class Child:
                     return body
 
     def send(self, kind: MessageKind, body: object) -> None:
-        """Send a message. A message to an ended process is lost; its end is reported separately."""
+        """Send a message. A message to an ended process is lost; its end is reported separately.
+        One to a process that has not connected yet waits after its settings."""
         frames = self._submits.encode(body) if isinstance(body, Submit) else encode(kind, body)
-        # Through asyncio's socket, which must see every call; done when it returns.
+        # Through asyncio's socket, which must see every call; done when it returns, if connected.
         sent = cast(
             "asyncio.Future[object]", self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         )
-        if not isinstance(sent.exception(), zmq.Again):
+        if sent.done() and not isinstance(sent.exception(), zmq.Again):
             sent.result()
 
     async def receive(self) -> tuple[MessageKind, Any]:

@@ -27,7 +27,7 @@ import uvicorn
 from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
-from manyroots.api.shared_limits import GatewayLimits, SharedLimits
+from manyroots.api.shared_limits import SharedLimits
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
 from manyroots.api.supervisor import Life, supervise
 from manyroots.config import EngineSettings
@@ -162,7 +162,7 @@ def serve_one_life(
             listener,
             on_ready=keep_for_good,
             life=life,
-            limits=None if seat is None else seat.limits.of_gateway(seat.number),
+            seat=seat,
         )
         if traces is None:
             return asyncio.run(server.run())
@@ -273,17 +273,18 @@ class _Server:
         listener: socket.socket,
         on_ready: Callable[[], None] = lambda: None,
         life: Life | None = None,
-        limits: GatewayLimits | None = None,
+        seat: GatewaySeat | None = None,
     ) -> None:
         """`life`: of a supervised process, which is told to stop through a pipe; without one,
-        signals do."""
+        signals do. `seat`: of one of several gateways."""
         self._on_ready = on_ready
         self._life = life
         self._engine = engine
         self._engine_settings = engine_settings
         self._settings = settings
         self._listener = listener
-        self._is_gateway = limits is not None
+        self._seat = seat
+        limits = None if seat is None else seat.limits.of_gateway(seat.number)
         self._state = ServerState(engine, settings, limits)
         self._state.num_api_restarts = 0 if life is None else life.num_restarts
         self._web = _Uvicorn(_uvicorn_config(self._state))
@@ -303,11 +304,13 @@ class _Server:
                 loop.add_signal_handler(number, self._on_signal)
         # A gateway that follows one that died lets callers wait: another one may be asked for
         # health, and a refusal now would be a request lost.
-        is_next = self._is_gateway and self._life is not None and self._life.num_restarts > 0
+        is_gateway = self._seat is not None
+        is_next = is_gateway and self._life is not None and self._life.num_restarts > 0
         web = None if is_next else self._start_web()
         host, port = self._listener.getsockname()[:2]
         scheme = "http" if self._settings.ssl_certfile is None else "https"
-        logger.info("listening on %s://%s:%d", scheme, host, port)
+        name = "" if self._seat is None else f"gateway {self._seat.number} is "
+        logger.info("%slistening on %s://%s:%d", name, scheme, host, port)
         stats: asyncio.Task[None] | None = None
         try:
             if await self._load():

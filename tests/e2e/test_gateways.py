@@ -41,11 +41,12 @@ class Gateways:
     def __init__(self, server: Server) -> None:
         self.server = server
         deadline = time.monotonic() + PATIENCE_S
-        while len(ports := re.findall(r"listening on \S+:(\d+)", server.log())) < NUM_GATEWAYS:
+        pattern = r"gateway (\d+) is listening on \S+:(\d+)"
+        while len(ports := dict(re.findall(pattern, server.log()))) < NUM_GATEWAYS:
             assert server.process.poll() is None, server.log()
             assert time.monotonic() < deadline, server.log()
             time.sleep(0.05)
-        self.urls = [f"http://127.0.0.1:{port}" for port in ports]
+        self.urls = [f"http://127.0.0.1:{ports[number]}" for number in sorted(ports)]
         self.clients = [httpx.Client(base_url=url, timeout=PATIENCE_S) for url in self.urls]
         for client in self.clients:
             self.wait_until_ready(client)

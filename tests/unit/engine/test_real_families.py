@@ -98,8 +98,8 @@ def test_c06_with_several_windows_the_usable_prefix_is_the_smallest(
     turn has lost a page that the others do not need, or all need."""
     described = load.describe
 
-    def several(source: Any) -> Any:
-        spec, sizes = described(source), iter([7, 11, 19, 7, 11])
+    def several(source: Any, **more: Any) -> Any:
+        spec, sizes = described(source, **more), iter([7, 11, 19, 7, 11])
         layers = []
         for layer in spec.layers:
             mixer: Any = layer.mixers[0]

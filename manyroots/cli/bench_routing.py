@@ -9,11 +9,7 @@ from manyroots.cli.flags import add_engine_flags, engine_values, with_config_fil
 from manyroots.config import ENGINE_ROOMS
 from manyroots.errors import ConfigError
 
-_RANGES = {
-    "turns": "of a conversation",
-    "system_tokens": "of an adapter's system prompt",
-    "question_tokens": "of each turn",
-}
+_RANGES = ("turns", "system_tokens", "question_tokens")
 _NUMBERS = ("replicas", "adapters", "conversations", "output_len", "concurrency", "page_size")
 
 

@@ -39,6 +39,9 @@ Operand = Matrix | PackedMatrix | BlockMatrix
 
 class NormOps(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def sum_rms_norm(
+        self, sums: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    ) -> Tensor: ...
     def add_rms_norm(
         self,
         residual: Tensor,
@@ -49,6 +52,7 @@ class NormOps(Protocol):
         post: Tensor | None = None,
         factor: float = 1.0,
         form: Fp8Form | None = None,
+        also: Tensor | None = None,
     ) -> Tensor | Fp8Rows: ...
     def add_norm(
         self,
@@ -58,6 +62,7 @@ class NormOps(Protocol):
         eps: float,
         lora: LoraTerm,
         form: Fp8Form | None = None,
+        also: Tensor | None = None,
     ) -> DeferredRMSNorm: ...
 
 
@@ -126,6 +131,7 @@ class LatentOps(Protocol):
         norm: LatentNorm,
         pages: Tensor,
         slot_mapping: SlotMapping,
+        dtype: torch.dtype | None = None,
         *,
         is_interleaved: bool,
     ) -> Tensor: ...

@@ -34,12 +34,14 @@ class DeferredOutput:
     """The weight of a norm that is applied before the output is added to anything."""
     factor: float = 1.0
     """A factor that is applied before the output is added to anything."""
+    also: Tensor | None = None
+    """A second addend with the same adapters, factor and norm: [num_tokens, n], or partial sums."""
 
     def finished(self, kernels: Kernels) -> Tensor:
         """Partial sums added up and adapters expanded, [num_tokens, n]; not yet normalised."""
-        sums = self.sums
-        if sums.dim() == 3:
-            sums = sums[0] if sums.shape[0] == 1 else sums.sum(0)
+        sums = _added_up(self.sums)
+        if self.also is not None:
+            sums = sums + _added_up(self.also)
         if self.lora is None:
             return sums
         whole = sums.to(self.lora.site.pool.dtype)
@@ -52,7 +54,7 @@ class DeferredOutput:
 
     def rows(self, at: Tensor, kernels: Kernels) -> DeferredOutput:
         """The output of some tokens only."""
-        return replace(self, sums=self.finished(kernels)[at], lora=None)
+        return replace(self, sums=self.finished(kernels)[at], lora=None, also=None)
 
     def for_many(self, kernels: Kernels) -> DeferredOutput:
         """With its adapters' part added if it has many rows."""
@@ -61,14 +63,26 @@ class DeferredOutput:
             return self
         if num_rows <= MANY_ROWS and self.lora.site.max_rank <= MANY_RANKS:
             return self
-        return replace(self, sums=self.finished(kernels), lora=None)
+        return replace(self, sums=self.finished(kernels), lora=None, also=None)
+
+    def expanded(self, kernels: Kernels) -> Tensor:
+        """[num_tokens, n], or partial sums [splits, num_tokens, n] where no adapter adds to it: for
+        a kernel that adds them up."""
+        assert self.also is None
+        return self.sums if self.lora is None else self.finished(kernels)
 
     def over_ranks(self, shard: Shard, kernels: Kernels, dtype: torch.dtype) -> DeferredOutput:
         """The sum over ranks, each of which has a part of the inner dimension."""
         if shard.is_whole:
             return self
         whole = self.finished(kernels).to(dtype)
-        return replace(self, sums=shard.add_up(whole), lora=None)
+        return replace(self, sums=shard.add_up(whole), lora=None, also=None)
+
+
+def _added_up(sums: Tensor) -> Tensor:
+    if sums.dim() == 2:
+        return sums
+    return sums[0] if sums.shape[0] == 1 else sums.sum(0)
 
 
 def sum_of(products: Sequence[DeferredOutput], kernels: Kernels) -> DeferredOutput:

@@ -166,27 +166,27 @@ class LatentAttention:
         The step's latents are in pages."""
         q, kv, latent_q = self._projected(x, step)
         q = self._kernels.latent.latent_write(
-            q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping,
+            q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping, self._dtype,
             is_interleaved=self._spec.is_interleaved,
         )  # fmt: skip
         return q, latent_q
 
     def _projected(self, x: NormedRows, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries [tokens, heads, nope + rope], latents with their unrotated part, and the queries'
-        own latents."""
+        """Queries [tokens, heads, nope + rope] and latents with their unrotated part, or partial
+        sums of either; and the queries' own latents."""
         normed = None
-        both = self.first(x, step).finished(self._kernels).to(self._dtype)
+        both = self.first(x, step).expanded(self._kernels)
         if self._q_norm is None:
             q, kv = self.q(x, step), both
         else:
             rank = len(self._q_norm)
-            latent_q, kv = both[:, :rank], both[:, rank:]
-            normed = self._kernels.norm.rms_norm(
-                latent_q.contiguous(), self._q_norm, self._spec.norm_eps
+            latent_q, kv = both[..., :rank], both[..., rank:]
+            normed = self._kernels.norm.sum_rms_norm(
+                latent_q, self._q_norm, self._spec.norm_eps, self._dtype
             )
             q = self.q(normed, step)
-        queries = q.finished(self._kernels).to(self._dtype)
-        return queries.view(len(queries), self._spec.num_heads, -1), kv, normed
+        queries = q.expanded(self._kernels)
+        return queries.unflatten(-1, (self._spec.num_heads, -1)), kv, normed
 
     def _attended(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """[tokens, heads, value_dim]"""

@@ -32,7 +32,7 @@ class NoNorm:
         product = product.for_many(self._kernels)
         self._kernels.norm.add_rms_norm(
             residual, product.sums, self._unread, self._eps, product.lora, product.post,
-            product.factor, None,
+            product.factor, None, product.also,
         )  # fmt: skip
         return residual
 
@@ -74,7 +74,9 @@ class RMSNorm:
             and reader.takes_deferred_norm(residual.shape[0])
             and residual.dtype != torch.float16  # undivided rows might exceed its range
         ):
-            return norm.add_norm(residual, product.sums, self.weight, self.eps, product.lora, form)
+            return norm.add_norm(
+                residual, product.sums, self.weight, self.eps, product.lora, form, product.also
+            )
         return self._normed(residual, product, form)
 
     def rows_after(self, residual: Tensor, product: DeferredOutput) -> Tensor:
@@ -89,7 +91,7 @@ class RMSNorm:
         product = product.for_many(self._kernels)
         return self._kernels.norm.add_rms_norm(
             residual, product.sums, self.weight, self.eps, product.lora, product.post,
-            product.factor, form,
+            product.factor, form, product.also,
         )  # fmt: skip
 
     def weights(self, name: str, shard: Shard = WHOLE) -> Fills:

@@ -81,7 +81,7 @@ class Sublayer:
         factor = product.factor * self._spec.factor
         if self._post is None:
             return product.with_factor(factor)
-        return DeferredOutput(product.sums, product.lora, self._post.weight, factor)
+        return replace(product, post=self._post.weight, factor=factor)
 
     def weights(self, norm: str, post: str, hyper: str) -> Fills:
         yield from self.norm.weights(norm)

@@ -196,6 +196,7 @@ def _sampled(rows: SamplingRows, sampled: Sampled) -> Pieces:
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "norm.rms_norm": lambda args, out: {"out": out},
+    "norm.sum_rms_norm": lambda args, out: {"out": out},
     "norm.add_rms_norm": lambda args, out: {**_rows(out), "residual": args[0]},
     "norm.add_norm": lambda args, out: {
         **_rows(out.in_fp8),

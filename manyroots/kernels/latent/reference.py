@@ -29,17 +29,22 @@ def latent_write(
     norm: LatentNorm,
     pages: Tensor,
     slot_mapping: SlotMapping,
+    dtype: torch.dtype | None = None,
     *,
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
     row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
-    last part rotated in the same way. `is_interleaved`: whether the two coordinates of a pair are
-    adjacent in the input; outputs have them in two halves."""
+    last part rotated in the same way, in `dtype` (None: unchanged). Partial sums of both have one
+    more dimension, the first. `is_interleaved`: whether the two coordinates of a pair are adjacent
+    in the input; outputs have them in two halves."""
+    dtype = dtype or q.dtype
+    q = q.float() if q.dim() == 3 else q.float().sum(0)
+    kv = kv.float() if kv.dim() == 2 else kv.float().sum(0)
     latent = norm.weight.shape[0]
     rope = kv.shape[1] - latent
-    latents = rms_norm(kv[:, :latent].float(), norm.weight.float(), norm.eps)
-    rotated = _rotate(kv[:, None, latent:].float(), angles, is_interleaved)[:, 0]
+    latents = rms_norm(kv[:, :latent], norm.weight.float(), norm.eps)
+    rotated = _rotate(kv[:, None, latent:], angles, is_interleaved)[:, 0]
     rows = torch.cat((latents, rotated), dim=1)
     kept = as_fp8_rows(rows, latent) if pages.dtype is torch.uint8 else rows.to(pages.dtype)
     for token, (page, offset) in enumerate(
@@ -48,8 +53,8 @@ def latent_write(
         if page >= 0:
             pages[page, offset] = kept[token]
     nope = q.shape[2] - rope
-    parts = (q[..., :nope].float(), _rotate(q[..., nope:].float(), angles, is_interleaved))
-    return torch.cat(parts, dim=2).to(q.dtype)
+    parts = (q[..., :nope], _rotate(q[..., nope:], angles, is_interleaved))
+    return torch.cat(parts, dim=2).to(dtype)
 
 
 def _rotate(x: Tensor, angles: RopeTable, is_interleaved: bool) -> Tensor:

@@ -50,12 +50,17 @@ def latent_write(
     norm: LatentNorm,
     pages: Tensor,
     slot_mapping: SlotMapping,
+    dtype: torch.dtype | None = None,
     *,
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
     row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
-    last part rotated in the same way."""
+    last part rotated in the same way, in `dtype` (None: unchanged). Partial sums of both have one
+    more dimension, the first."""
+    dtype = dtype or q.dtype
+    q = (q if q.dim() == 3 else q.sum(0)).to(dtype)
+    kv = (kv if kv.dim() == 2 else kv.sum(0)).to(dtype)
     latent = norm.weight.shape[0]
     rope = kv.shape[1] - latent
     nope = q.shape[2] - rope

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyroots.kernels import scaled
 from manyroots.kernels.latent.inputs import LatentNorm
-from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 
 LARGEST = tl.constexpr(scaled.LARGEST)
@@ -36,16 +36,26 @@ def numbers_of(pages: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 @triton.jit
+def _added_up(at, ok, split, NUM_SPLITS: tl.constexpr):
+    """The sum of a product's partial sums at `at`, in float32."""
+    total = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    for number in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(at + number * split, mask=ok, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
 def rotated_pairs(
-    source, d, is_number, cos, sin, token, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+    source, split, d, is_number, cos, sin, token,
+    NUM_SPLITS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Both halves of the rotated numbers at `source` (some rows of pointers)."""
     if INTERLEAVED:
         first, second = 2 * d, 2 * d + 1
     else:
         first, second = d, d + PAIRS
-    a = tl.load(source[:, None] + first[None, :], mask=is_number, other=0.0).to(tl.float32)
-    b = tl.load(source[:, None] + second[None, :], mask=is_number, other=0.0).to(tl.float32)
+    a = _added_up(source[:, None] + first[None, :], is_number, split, NUM_SPLITS)
+    b = _added_up(source[:, None] + second[None, :], is_number, split, NUM_SPLITS)
     c = tl.load(cos + token * PAIRS + d, mask=d < PAIRS, other=0.0)[None, :]
     s = tl.load(sin + token * PAIRS + d, mask=d < PAIRS, other=0.0)[None, :]
     return a * c - b * s, b * c + a * s
@@ -63,8 +73,8 @@ def _as_fp8(x, scale, LARGEST: tl.constexpr):
 
 @triton.jit
 def _write(
-    kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_row, page_stride,
-    token_stride, scale_start,
+    kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_split, kv_row,
+    page_stride, token_stride, scale_start, KV_SPLITS: tl.constexpr,
     LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +85,7 @@ def _write(
     at = page * page_stride + tl.load(offset_of + token).to(tl.int64) * token_stride
     source = kv + token.to(tl.int64) * kv_row
     d = tl.arange(0, LATENT_POW)
-    x = tl.load(source + d, mask=d < LATENT, other=0.0).to(tl.float32)
+    x = _added_up(source + d, d < LATENT, kv_split, KV_SPLITS)
     w = tl.load(weight + d, mask=d < LATENT, other=0.0).to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT + eps) * w
     if IS_FP8:
@@ -88,8 +98,9 @@ def _write(
         e = tl.arange(0, PAIRS_POW)
         begin = tl.arange(0, 1) + LATENT
         a, b = rotated_pairs(
-            source + begin, e, (e < PAIRS)[None, :], cos, sin, token, PAIRS, INTERLEAVED
-        )
+            source + begin, kv_split, e, (e < PAIRS)[None, :], cos, sin, token, KV_SPLITS, PAIRS,
+            INTERLEAVED,
+        )  # fmt: skip
         if IS_FP8:
             scale = _scale_for(tl.maximum(tl.max(tl.abs(a)), tl.max(tl.abs(b))), LARGEST)
             tl.store(scales + at // 4 + scale_start + 1, scale)
@@ -99,7 +110,7 @@ def _write(
         tl.store(to + PAIRS + e[None, :], b.to(pages.dtype.element_ty), mask=is_pair)
     elif ROPE:
         f = tl.arange(0, ROPE_POW)
-        y = tl.load(source + LATENT + f, mask=f < ROPE, other=0.0).to(tl.float32)
+        y = _added_up(source + LATENT + f, f < ROPE, kv_split, KV_SPLITS)
         if IS_FP8:
             scale = _scale_for(tl.max(tl.abs(y), axis=0), LARGEST)
             tl.store(scales + at // 4 + scale_start + 1, scale)
@@ -109,9 +120,9 @@ def _write(
 
 @triton.jit
 def _rope_write(
-    q, kv, cos, sin, weight, pages, scales, page_of, offset_of, out, eps, q_row, q_head, kv_row,
-    page_stride, token_stride, scale_start,
-    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    q, kv, cos, sin, weight, pages, scales, page_of, offset_of, out, eps, q_split, q_row, q_head,
+    kv_split, kv_row, page_stride, token_stride, scale_start,
+    Q_SPLITS: tl.constexpr, KV_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     PLAIN: tl.constexpr, PLAIN_POW: tl.constexpr, LATENT_POW: tl.constexpr,
     ROPE_POW: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -121,9 +132,9 @@ def _rope_write(
     token = tl.program_id(1)
     if tl.program_id(0) == 0:
         _write(
-            kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_row,
-            page_stride, token_stride, scale_start, LATENT, ROPE, LATENT_POW, ROPE_POW, PAIRS,
-            PAIRS_POW, INTERLEAVED, IS_FP8,
+            kv, weight, cos, sin, pages, scales, page_of, offset_of, token, eps, kv_split, kv_row,
+            page_stride, token_stride, scale_start, KV_SPLITS, LATENT, ROPE, LATENT_POW, ROPE_POW,
+            PAIRS, PAIRS_POW, INTERLEAVED, IS_FP8,
         )  # fmt: skip
     else:
         head = (tl.program_id(0) - 1) * HEADS + tl.arange(0, HEADS)
@@ -132,12 +143,14 @@ def _rope_write(
         to = out + (token.to(tl.int64) * NUM_HEADS + head) * (NOPE + ROPE)
         d = tl.arange(0, PLAIN_POW)
         is_plain = is_head & (d < PLAIN)[None, :]
-        x = tl.load(source[:, None] + d[None, :], mask=is_plain, other=0.0)
+        x = _added_up(source[:, None] + d[None, :], is_plain, q_split, Q_SPLITS)
         tl.store(to[:, None] + d[None, :], x, mask=is_plain)
         if PAIRS:
             e = tl.arange(0, PAIRS_POW)
             is_pair = is_head & (e < PAIRS)[None, :]
-            a, b = rotated_pairs(source + NOPE, e, is_pair, cos, sin, token, PAIRS, INTERLEAVED)
+            a, b = rotated_pairs(
+                source + NOPE, q_split, e, is_pair, cos, sin, token, Q_SPLITS, PAIRS, INTERLEAVED
+            )
             tl.store(to[:, None] + NOPE + e[None, :], a, mask=is_pair)
             tl.store(to[:, None] + NOPE + PAIRS + e[None, :], b, mask=is_pair)
 
@@ -149,23 +162,27 @@ def latent_write(
     norm: LatentNorm,
     pages: Tensor,
     slot_mapping: SlotMapping,
+    dtype: torch.dtype | None = None,
     *,
     is_interleaved: bool,
 ) -> Tensor:
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
     row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
-    last part rotated in the same way."""
-    num_tokens, heads, size = q.shape
+    last part rotated in the same way, in `dtype` (None: unchanged). Partial sums of both have one
+    more dimension, the first."""
+    q = q if q.dim() == 4 else q[None]
+    kv = as_splits(kv)
+    num_tokens, heads, size = q.shape[1:]
     latent = norm.weight.shape[0]
-    rope = kv.shape[1] - latent
+    rope = kv.shape[2] - latent
     pairs = angles.cos.shape[1]
-    out = torch.empty(num_tokens, heads, size, dtype=q.dtype, device=q.device)
+    out = torch.empty(num_tokens, heads, size, dtype=dtype or q.dtype, device=q.device)
     numbers, scales, scale_start = numbers_of(pages)
     plain = size - rope if pairs else size
     _rope_write[(1 + -(-heads // HEADS), num_tokens)](
         q, kv, angles.cos, angles.sin, norm.weight, numbers, scales, slot_mapping.pages,
-        slot_mapping.offsets, out, norm.eps, *q.stride()[:2], kv.stride(0), *pages.stride()[:2],
-        scale_start, NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
+        slot_mapping.offsets, out, norm.eps, *q.stride()[:3], *kv.stride()[:2], *pages.stride()[:2],
+        scale_start, Q_SPLITS=q.shape[0], KV_SPLITS=kv.shape[0], NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
         PLAIN_POW=padded(plain), LATENT_POW=padded(latent), ROPE_POW=padded(rope), PAIRS=pairs,
         PAIRS_POW=padded(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,
         IS_FP8=pages.dtype is torch.uint8, num_warps=2, **launch_options(q.device),

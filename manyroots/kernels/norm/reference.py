@@ -18,6 +18,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (values * scale * weight.float()).to(x.dtype)
 
 
+def sum_rms_norm(sums: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`rms_norm` of rows [rows, n] or of the sum of partial sums [splits, rows, n], in `dtype`.
+    Rows need not be adjacent."""
+    return rms_norm(_sum(sums), weight, eps).to(dtype)
+
+
 def add_rms_norm(
     residual: Tensor,
     delta: Tensor,
@@ -27,12 +33,13 @@ def add_rms_norm(
     post: Tensor | None = None,
     factor: float = 1.0,
     form: Fp8Form | None = None,
+    also: Tensor | None = None,
 ) -> Tensor | Fp8Rows:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and the adapters' part to
-    `residual` in place. Returns the sum, normalised, in the `form` that the next product reads.
-    With `post`, the addend is itself normalised and scaled by it first. The addend is multiplied
-    with `factor`."""
-    added = _whole(delta, lora)
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]), `also` likewise and the
+    adapters' part to `residual` in place. Returns the sum, normalised, in the `form` that the next
+    product reads. With `post`, the addend is itself normalised and scaled by it first. The addend
+    is multiplied with `factor`."""
+    added = _whole(delta, lora, also)
     if post is not None:
         added = rms_norm(added, post, eps)
     normed = rms_norm(_add(residual, added * factor), weight, eps).to(residual.dtype)
@@ -46,18 +53,23 @@ def add_norm(
     eps: float,
     lora: LoraTerm,
     form: Fp8Form | None = None,
+    also: Tensor | None = None,
 ) -> DeferredRMSNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
-    total = _add(residual, _whole(delta, lora))
+    total = _add(residual, _whole(delta, lora, also))
     scaled = (total * weight.float()).to(residual.dtype)
     in_form = None if form is None else in_fp8(scaled, form)
     return DeferredRMSNorm(scaled, total.square().sum(1, keepdim=True), eps, in_form)
 
 
-def _whole(delta: Tensor, lora: LoraTerm | None) -> Tensor:
-    """A product plus its adapters' part, in float32."""
-    total = (delta if delta.dim() == 2 else delta.float().sum(0)).float()
+def _whole(delta: Tensor, lora: LoraTerm | None, also: Tensor | None) -> Tensor:
+    """Products plus their adapters' part, in float32."""
+    total = _sum(delta) if also is None else _sum(delta) + _sum(also)
     return total if lora is None else total + expanded(lora)
+
+
+def _sum(sums: Tensor) -> Tensor:
+    return (sums if sums.dim() == 2 else sums.float().sum(0)).float()
 
 
 def _add(residual: Tensor, added: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.lora_ops.sites import LoraTerm
 from manyroots.kernels.norm.reference import add_norm
 
-__all__ = ["add_norm", "add_rms_norm", "rms_norm"]
+__all__ = ["add_norm", "add_rms_norm", "rms_norm", "sum_rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -42,6 +42,12 @@ def _number(value: float) -> Tensor:
     return torch.tensor([value])
 
 
+def sum_rms_norm(sums: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`rms_norm` of rows [rows, n] or of the sum of partial sums [splits, rows, n], in `dtype`.
+    Rows need not be adjacent."""
+    return rms_norm(sums if sums.dim() == 2 else sums.sum(0), weight, eps).to(dtype)
+
+
 def add_rms_norm(
     residual: Tensor,
     delta: Tensor,
@@ -51,13 +57,16 @@ def add_rms_norm(
     post: Tensor | None = None,
     factor: float = 1.0,
     form: Fp8Form | None = None,
+    also: Tensor | None = None,
 ) -> Tensor:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) to `residual` in place. Returns
-    the sum, normalised. `post`: the weight of a norm that is applied to `delta` first. The addend
-    is multiplied with `factor`."""
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and `also` likewise to `residual`
+    in place. Returns the sum, normalised. `post`: the weight of a norm that is applied to the
+    addend first. The addend is multiplied with `factor`."""
     if lora is not None or form is not None:
         raise TypeError("a CPU's products come with their adapters in them, and read plain rows")
     total = delta if delta.dim() == 2 else delta.sum(0)
+    if also is not None:
+        total = total + (also if also.dim() == 2 else also.sum(0))
     if post is not None:
         total = rms_norm(total, post, eps)
     residual.add_(total.to(residual.dtype), alpha=factor)

@@ -71,9 +71,9 @@ def _row_expand(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
-    residual, delta, weight, post, out, data, scales, slots, hidden, pool, table, num_rows, n, eps,
-    factor, delta_split, delta_row, hidden_split, hidden_row,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    residual, delta, also, weight, post, out, data, scales, slots, hidden, pool, table, num_rows, n,
+    eps, factor, delta_split, delta_row, also_split, also_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -100,6 +100,9 @@ def _add_rms_norm(
     total = tl.zeros((BLOCK,), tl.float32) if HAS_POST or HAS_FACTOR else before
     for split in tl.static_range(NUM_SPLITS):
         at = delta + split * delta_split + row * delta_row + cols
+        total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(ALSO):
+        at = also + split * also_split + row * also_row + cols
         total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
     if HIDDEN_SPLITS:
         if rank > 0:
@@ -140,9 +143,10 @@ def _add_rms_norm(
 
 @triton.jit
 def _piece_of_rows(
-    residual, delta, scale, out, squares, data, scales, hidden, b, start, rank, first_ranks, first,
-    count, begin, cols, num_rows, n, delta_split, delta_row, hidden_split, hidden_row,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    residual, delta, also, scale, out, squares, data, scales, hidden, b, start, rank, first_ranks,
+    first, count, begin, cols, num_rows, n, delta_split, delta_row, also_split, also_row,
+    hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
     """Compute the columns `cols` of `count` rows from `begin` on that use one adapter."""
@@ -154,6 +158,9 @@ def _piece_of_rows(
     total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
     for split in tl.static_range(NUM_SPLITS):
         added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
+        total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(ALSO):
+        added = also + split * also_split + rows[:, None] * also_row + cols[None, :]
         total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
     total = expand_tile(
         total, first_ranks, b, start, rank, tl.minimum(cols, n - 1), hidden, hidden_split,
@@ -173,9 +180,9 @@ def _piece_of_rows(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_piece(
-    residual, delta, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
-    num_rows, n, delta_split, delta_row, hidden_split, hidden_row,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    residual, delta, also, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
+    num_rows, n, delta_split, delta_row, also_split, also_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
     MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -191,17 +198,18 @@ def _add_norm_piece(
     wait_for_inputs(DEPENDENT)
     if count == 1:
         _piece_of_rows(
-            residual, delta, scale, out, squares, data, scales, hidden, b, start, rank,
-            first_ranks, first, 1, 0, cols, num_rows, n, delta_split, delta_row, hidden_split,
-            hidden_row, NUM_SPLITS, HIDDEN_SPLITS, PARTS, 1, RANK_BLOCK, MAX_RANK,
+            residual, delta, also, scale, out, squares, data, scales, hidden, b, start, rank,
+            first_ranks, first, 1, 0, cols, num_rows, n, delta_split, delta_row, also_split,
+            also_row, hidden_split, hidden_row, NUM_SPLITS, ALSO, HIDDEN_SPLITS, PARTS, 1,
+            RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
     elif BLOCK_R > 1:
         for begin in range(0, count, BLOCK_R):
             _piece_of_rows(
-                residual, delta, scale, out, squares, data, scales, hidden, b, start, rank,
+                residual, delta, also, scale, out, squares, data, scales, hidden, b, start, rank,
                 first_ranks, first, count, begin, cols, num_rows, n, delta_split, delta_row,
-                hidden_split, hidden_row, NUM_SPLITS, HIDDEN_SPLITS, PARTS, BLOCK_R, RANK_BLOCK,
-                MAX_RANK,
+                also_split, also_row, hidden_split, hidden_row, NUM_SPLITS, ALSO, HIDDEN_SPLITS,
+                PARTS, BLOCK_R, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
 
 
@@ -213,10 +221,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
-        x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0,
-        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
+        x, x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0, 0, 0,
+        NUM_SPLITS=0, ALSO=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
         PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
         **launch_options(x.device, plainly=True),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _sum_rms_norm(
+    sums, weight, out, n, eps, in_split, in_row,
+    NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    ok = cols < n
+    scale = tl.load(weight + cols, mask=ok, other=0.0).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at = sums + split * in_split + row * in_row + cols
+        total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(total * total) / n + eps)
+    tl.store(out + row * n + cols, total * inverse * scale, mask=ok)
+
+
+def sum_rms_norm(sums: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`rms_norm` of rows [rows, n] or of the sum of partial sums [splits, rows, n], in `dtype`.
+    Rows need not be adjacent."""
+    parts = as_splits(sums)
+    num_splits, rows, n = parts.shape
+    out = torch.empty(rows, n, dtype=dtype, device=sums.device)
+    _sum_rms_norm[(rows,)](
+        parts, weight, out, n, eps, *parts.stride()[:2], NUM_SPLITS=num_splits,
+        BLOCK=triton.next_power_of_2(n), num_warps=_warps(n), **launch_options(sums.device),
     )  # fmt: skip
     return out
 
@@ -230,13 +270,15 @@ def add_rms_norm(
     post: Tensor | None = None,
     factor: float = 1.0,
     form: Fp8Form | None = None,
+    also: Tensor | None = None,
 ) -> Tensor | Fp8Rows:
-    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and the adapters' part to
-    `residual` in place. Returns the sum, normalised, in the `form` that the next product reads.
-    With `post`, the addend is itself normalised and scaled by it first. The addend is multiplied
-    with `factor`."""
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]), `also` likewise and the
+    adapters' part to `residual` in place. Returns the sum, normalised, in the `form` that the next
+    product reads. With `post`, the addend is itself normalised and scaled by it first. The addend
+    is multiplied with `factor`."""
     rows, n = residual.shape
     parts = as_splits(delta)
+    others = parts if also is None else as_splits(also)
     block = triton.next_power_of_2(n)
     is_fused = form is not None and form.group in (None, ROW_GROUP, n) and block >= ROW_GROUP
     has_out = form is None or form.keeps_values or not is_fused
@@ -254,10 +296,11 @@ def add_rms_norm(
         adapters = (lora.rows.slots, hidden, lora.site.pool, lora.site.table)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _add_rms_norm[(rows,)](
-        residual, parts, weight, weight if post is None else post,
+        residual, parts, others, weight, weight if post is None else post,
         residual if out is None else out, *_places(found, residual), *adapters, rows, n, eps,
-        factor, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
+        factor, *parts.stride()[:2], *others.stride()[:2], *strides,
+        NUM_SPLITS=parts.shape[0], ALSO=0 if also is None else others.shape[0],
+        HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
         HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
         GROUP=block if found is not None and found.group == n else ROW_GROUP,
         RUN=run_length(n) if has_tries else 0, BLOCK=block, num_stages=1,
@@ -281,10 +324,12 @@ def add_norm(
     eps: float,
     lora: LoraTerm,
     form: Fp8Form | None = None,
+    also: Tensor | None = None,
 ) -> DeferredRMSNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     num_rows, n = residual.shape
     parts, hidden, rows = as_splits(delta), lora.hidden, lora.rows
+    others = parts if also is None else as_splits(also)
     block_r, num_programs = rows.programs
     ranks = rank_constants(lora.site)
     out = torch.empty_like(residual)
@@ -294,10 +339,11 @@ def add_norm(
     if form is not None and form.group in (None, PIECE):
         found = empty_rows(num_rows, n, form, PIECE, out, residual)
     _add_norm_piece[(num_pieces, num_programs)](
-        residual, parts, weight, out, squares, *_places(found, residual), hidden, lora.site.pool,
-        lora.site.table, rows.slots, rows.blocks, num_rows, n, parts.stride(0), parts.stride(1),
-        hidden.stride(0), hidden.stride(1),
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0],
+        residual, parts, others, weight, out, squares, *_places(found, residual), hidden,
+        lora.site.pool, lora.site.table, rows.slots, rows.blocks, num_rows, n, *parts.stride()[:2],
+        *others.stride()[:2], *hidden.stride()[:2],
+        NUM_SPLITS=parts.shape[0], ALSO=0 if also is None else others.shape[0],
+        HIDDEN_SPLITS=hidden.shape[0],
         PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,
         **ranks, num_warps=2 if block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS else 4,
         num_stages=1, maxnreg=None if block_r == 1 else PIECE_REGISTERS,

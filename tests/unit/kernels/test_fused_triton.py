@@ -68,6 +68,49 @@ def test_add_rms_norm_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_norms_add_two_products(has_adapters: bool, is_whole: bool, dtype: torch.dtype) -> None:
+    """Chosen experts in the order of tokens, and a shared block's partial sums or its product."""
+    chosen = randn(7, 4, 96, seed=1).transpose(0, 1)
+    also = randn(7, 96, dtype=dtype, seed=4) if is_whole else randn(3, 7, 96, seed=4)
+    weight = randn(96, dtype=dtype, seed=2)
+    lora = term((96,), [(8,), (16,), (0,)], dtype) if has_adapters else None
+    residuals = [randn(7, 96, dtype=dtype) for _ in range(4)]
+    ours, naive = (
+        kernels.add_rms_norm(residual, chosen, weight, EPS, lora, also=also)
+        for kernels, residual in zip((norm, norm_reference), residuals[:2], strict=True)
+    )
+    assert_close("norm", ours, naive, dtype)
+    assert_close("norm", residuals[0], residuals[1], dtype)
+    alone = norm_reference.add_rms_norm(randn(7, 96, dtype=dtype), chosen, weight, EPS, lora)
+    assert not torch.allclose(naive, alone, atol=0.1)
+    if lora is not None:
+        undivided, expected = (
+            kernels.add_norm(residual, chosen, weight, EPS, lora, also=also)
+            for kernels, residual in zip((norm, norm_reference), residuals[2:], strict=True)
+        )
+        assert_close("norm", residuals[2], residuals[0], dtype)
+        assert_close("norm", undivided.values, expected.values, dtype)
+        assert_close("lora", undivided.factors, expected.factors, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_rows_of_a_wider_product_are_added_up_and_normalised(
+    num_splits: int, dtype: torch.dtype
+) -> None:
+    shape = (num_splits, 5, 200) if num_splits else (5, 200)
+    sums = randn(*shape, dtype=torch.float32 if num_splits else dtype)[..., 8:128]
+    weight = randn(120, dtype=dtype, seed=2)
+    ours = norm.sum_rms_norm(sums, weight, EPS, dtype)
+    assert ours.dtype == dtype
+    assert_close("norm", ours, norm_reference.sum_rms_norm(sums, weight, EPS, dtype), dtype)
+    whole = sums.float().sum(0) if num_splits else sums
+    assert_close("norm", ours, norm_reference.rms_norm(whole, weight, EPS).to(dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS, FULL_SLOTS])
 @pytest.mark.parametrize(("size", "splits"), [(384, 1), (640, 3)])
 def test_add_norm_and_a_product_equal_the_whole_norm_and_the_product(

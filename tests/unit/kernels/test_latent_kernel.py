@@ -91,6 +91,24 @@ def test_f07_latents_are_normalised_rotated_and_written(
         assert torch.equal(naive, q)
 
 
+def test_f07_partial_sums_of_queries_and_latents_are_added_up() -> None:
+    """F07: as for whole products."""
+    q, kv = randn(2, 4, HEADS, NOPE + ROPE), randn(3, 4, LATENT + ROPE, seed=1)
+    table = RopeTable.at(torch.arange(4), randn(ROPE // 2, seed=3).abs() + 0.1)
+    angles = torch_rope.look_up(table, torch.arange(4), torch.float32)
+    norm = LatentNorm(torch.ones(LATENT), 1e-5)
+    mapping = SlotMapping(int32(0, 0, 0, 0), int32(0, 1, 2, 3))
+    found = []
+    for given in ((q, kv), (q.sum(0), kv.sum(0))):
+        pages = torch.zeros(1, PAGE, LATENT + ROPE)
+        turned = torch_ops.latent_write(
+            *given, angles, norm, pages, mapping, torch.float32, is_interleaved=True
+        )
+        found.append((turned, pages))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_f07_scores_do_not_depend_on_how_pairs_lie() -> None:
     """F07: a pair's coordinates side by side and in two halves are one rotation."""
     q, kv = randn(4, HEADS, NOPE + ROPE), randn(4, LATENT + ROPE, seed=1)

@@ -122,6 +122,35 @@ def test_f07_latents_are_normalised_rotated_written_and_read(
     assert {row for row in at.tolist() if read[1][row].any()} == written
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_splits", "kv_splits"), [(3, 2), (1, 4)])
+@pytest.mark.parametrize("pairs", [ROPE // 2, 0])
+def test_f07_partial_sums_of_queries_and_latents_are_added_up(
+    pairs: int, q_splits: int, kv_splits: int, dtype: torch.dtype
+) -> None:
+    """F07: as the products of few rows leave them; queries come out in the model's dtype."""
+    tokens, heads, page = 3, 9, 4
+    q = randn(q_splits, tokens, heads, NOPE + ROPE)
+    kv = randn(kv_splits, tokens, 5 + LATENT + ROPE, seed=1)[..., 5:]
+    table = RopeTable.at(torch.arange(3, 3 + tokens), torch.linspace(0.1, 1.1, pairs), 1.3)
+    angles = RopeTable(table.cos.to(DEVICE), table.sin.to(DEVICE))
+    norm = LatentNorm(randn(LATENT, dtype=dtype, seed=2), 1e-5)
+    mapping = SlotMapping(int32(2, 0, 1), int32(3, 0, 1))
+    both = [torch.zeros(3, page, LATENT + ROPE, dtype=dtype, device=DEVICE) for _ in range(2)]
+    naive, ours = (
+        kernels.latent_write(q, kv, angles, norm, pages, mapping, dtype, is_interleaved=True)
+        for kernels, pages in zip((reference, fast), both, strict=True)
+    )
+    assert ours.dtype == naive.dtype == dtype
+    assert_close("rotary", ours, naive, dtype)
+    assert_close("rotary", both[1], both[0], dtype)
+    whole = reference.latent_write(
+        q.sum(0), kv.sum(0), angles, norm, both[0].zero_(), mapping, is_interleaved=True
+    )
+    assert_close("rotary", ours, whole.to(dtype), dtype)
+    assert_close("rotary", both[1], both[0], dtype)
+
+
 PIECES = [
     # queries, keys and the keys that the first query sees, of each sequence
     [(3, 3, 0), (5, 9, 4), (1, 4, 10), (2, 0, 5), (4, 6, -2)],

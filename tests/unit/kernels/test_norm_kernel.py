@@ -49,3 +49,22 @@ def test_add_rms_norm_equals_the_reference(
     assert out.dtype == dtype
     assert_close("norm", out, expected, dtype)
     assert_close("norm", residual, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [0, 3])
+def test_two_products_are_added_and_parts_of_a_product_are_normalised(
+    splits: int, dtype: torch.dtype
+) -> None:
+    shape = (splits, 7, 120) if splits else (7, 120)
+    also, weight = randn(*shape, dtype=dtype, seed=1)[..., 24:], randn(96, dtype=dtype, seed=2)
+    delta = randn(2, 7, 96, dtype=dtype, seed=3)
+    residual, other = randn(7, 96, dtype=dtype), randn(7, 96, dtype=dtype)
+    out = torch_ops.add_rms_norm(residual, delta, weight, EPS, also=also)
+    expected = reference.add_rms_norm(other, delta, weight, EPS, also=also)
+    assert_close("norm", out, expected, dtype)
+    assert_close("norm", residual, other, dtype)
+    assert not torch.equal(residual, randn(7, 96, dtype=dtype) + delta.sum(0))
+    normed = torch_ops.sum_rms_norm(also, weight, EPS, torch.float32)
+    assert normed.dtype == torch.float32
+    assert_close("norm", normed, reference.sum_rms_norm(also, weight, EPS, torch.float32), dtype)

@@ -229,6 +229,8 @@ class LoraOps(Protocol):
 
 
 class FusedMoeOps(Protocol):
+    MOST_JOINED_TOKENS: int
+
     def route(
         self,
         scores: Tensor,
@@ -247,6 +249,7 @@ class FusedMoeOps(Protocol):
         routing: Routing,
         weights: ExpertWeights,
         adapters: ExpertAdapters | None = None,
+        shared: ExpertWeights | None = None,
     ) -> Tensor: ...
 
 

@@ -5,6 +5,8 @@
     k, v = kv_b_proj(norm(c)), with r in every head's key
     o_proj(attend(q, k, v))
 
+The products that read x are one.
+
 Decoding tokens never expand keys. Instead, their queries and attention outputs are multiplied with
 `kv_b_proj`. Prompts expand keys and values in pieces, unless few queries make latents cheaper.
 Latents of all tokens of the step are written before any token attends.
@@ -38,10 +40,10 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.spec import LatentSpec, TokenIndexSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
-from manyroots.lora.targets import Side
+from manyroots.lora.targets import OutputPiece, Side
 from manyroots.store.adapter_sites import SitePart
 
-Q_A, KV_A = "q_a_proj", "kv_a_proj_with_mqa"
+Q, Q_A, KV_A = "q_proj", "q_a_proj", "kv_a_proj_with_mqa"
 
 
 class _Index:
@@ -98,10 +100,20 @@ class LatentAttention:
         self._kernels, self._dtype = context.kernels, context.dtype
         memory, heads = spec.memory, spec.num_heads
         width, hidden = memory.latent + memory.rope, context.hidden_size
-        first = {KV_A: width} if spec.q_rank is None else {Q_A: spec.q_rank, KV_A: width}
-        self.first = Linear(hidden, first, context, bias=spec.bias, side=None)
-        query = {"": heads * (spec.nope + memory.rope)}
-        self.q = Linear(spec.q_rank or hidden, query, context, bias=False, side=Side.OUTPUT)
+        query = heads * (spec.nope + memory.rope)
+        self.q: Linear | None = None
+        if spec.q_rank is None and not spec.bias:
+            # Ranks divide queries; all have the latents.
+            self._q_width, first, side = query, {Q: query, KV_A: width}, Side.OUTPUT
+            pieces = {KV_A: (OutputPiece(width, is_whole=True),)}
+            self.first = Linear(hidden, first, context, bias=False, side=side, pieces=pieces)
+        else:
+            self._q_width = spec.q_rank or 0
+            first = {KV_A: width} if spec.q_rank is None else {Q_A: spec.q_rank, KV_A: width}
+            self.first = Linear(hidden, first, context, bias=spec.bias, side=None)
+            self.q = Linear(
+                spec.q_rank or hidden, {"": query}, context, bias=False, side=Side.OUTPUT
+            )
         both = {"": heads * (spec.nope + spec.value_dim)}
         self.kv_b = Linear(memory.latent, both, context, bias=False, side=Side.OUTPUT)
         self.kv_b.weight.keep_numbers()
@@ -119,7 +131,8 @@ class LatentAttention:
     @property
     def reader(self) -> Linear | None:
         """The only product that reads its input."""
-        return None if self._q_norm is None or self._index is not None else self.first
+        is_only = self.q is None or self._q_norm is not None
+        return self.first if is_only and self._index is None else None
 
     def __call__(
         self, x: NormedRows, memory: Tensor | tuple[Tensor, ...], step: Step
@@ -176,17 +189,14 @@ class LatentAttention:
         sums of either; and the queries' own latents."""
         normed = None
         both = self.first(x, step).expanded(self._kernels)
-        if self._q_norm is None:
-            q, kv = self.q(x, step), both
-        else:
-            rank = len(self._q_norm)
-            latent_q, kv = both[..., :rank], both[..., rank:]
+        q, kv = both[..., : self._q_width], both[..., self._q_width :]
+        if self._q_norm is not None:
             normed = self._kernels.norm.sum_rms_norm(
-                latent_q, self._q_norm, self._spec.norm_eps, self._dtype
+                q, self._q_norm, self._spec.norm_eps, self._dtype
             )
-            q = self.q(normed, step)
-        queries = q.expanded(self._kernels)
-        return queries.unflatten(-1, (self._spec.num_heads, -1)), kv, normed
+        if self.q is not None:
+            q = self.q(x if normed is None else normed, step).expanded(self._kernels)
+        return q.unflatten(-1, (self._spec.num_heads, -1)), kv, normed
 
     def _attended(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """[tokens, heads, value_dim]"""
@@ -283,6 +293,7 @@ class LatentAttention:
 
     def _named(self) -> Iterator[tuple[Linear, str]]:
         """All products but the first, with their names in the checkpoint."""
-        yield self.q, "q_proj" if self._q_norm is None else "q_b_proj"
+        if self.q is not None:
+            yield self.q, Q if self._q_norm is None else "q_b_proj"
         yield self.kv_b, "kv_b_proj"
         yield self.o, "o_proj"

@@ -120,7 +120,10 @@ class SparseMLP:
         """None: both the router and the experts read its input."""
         return None
 
-    def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
+    def __call__(
+        self, x: NormedRows, step: Step, shared: ExpertWeights | None = None
+    ) -> DeferredOutput:
+        """`shared`: a block that all tokens go through, to be added; see `kernels/fused_moe`."""
         if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)
@@ -130,7 +133,9 @@ class SparseMLP:
             scoring=spec.scoring, bias=self._router_bias, factor=spec.factor, groups=spec.groups,
             chosen=self._given(step),
         )  # fmt: skip
-        return DeferredOutput(moe.experts(x, routing, self.experts.data, self._adapters(step)))
+        return DeferredOutput(
+            moe.experts(x, routing, self.experts.data, self._adapters(step), shared)
+        )
 
     def _given(self, step: Step) -> Tensor | None:
         """Each token's experts, where a table says them."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from manyroots.kernels.fused_moe.weights import ExpertWeights
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -42,6 +43,8 @@ class SharedExpertMLP:
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         x = whole_rows(x)
+        if self.gate is None and step.lora is None and (joined := self._joined(len(x))):
+            return self.sparse(x, step, joined)
         shared, chosen = self.shared(x, step), self.sparse(x, step)
         if self.gate is None:
             assert shared.factor == chosen.factor == 1.0
@@ -55,6 +58,24 @@ class SharedExpertMLP:
         gate = self.gate(x, step).finished(self._kernels)
         gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)
         return DeferredOutput(chosen.finished(self._kernels) + gated)
+
+    def _joined(self, num_tokens: int) -> ExpertWeights | None:
+        """The shared block as one more expert, if that is faster and its weights allow it."""
+        block, spec, experts = self.shared, self._spec.shared, self.sparse.experts.data
+        gate_up, down = block.gate_up.weight.data, block.down.weight.data
+        if (
+            num_tokens > self._kernels.fused_moe.MOST_JOINED_TOKENS
+            or spec.activation is not experts.activation
+            or spec.bias
+            or not spec.is_gated
+            or spec.gate_factor != 1.0
+            or spec.down_factor != 1.0
+            or not all(isinstance(one, Tensor) for one in (gate_up, down, experts.gate_up))
+        ):
+            return None
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
+        return ExpertWeights(gate_up[None], down[None], activation=spec.activation)
 
     def weights(self, name: str) -> Fills:
         """Destinations of a checkpoint's tensors for the layer `name`."""

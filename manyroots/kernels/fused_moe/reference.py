@@ -88,11 +88,21 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values[:, :count], places[:, :count]
 
 
+MOST_JOINED_TOKENS = 16
+"""As many as Triton's kernel takes."""
+
+
 def experts(
-    x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
+    shared: ExpertWeights | None = None,
 ) -> Tensor:
     """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output. With many tokens, inputs of FP8 experts are also rounded to FP8."""
+    output. With many tokens, inputs of FP8 experts are also rounded to FP8. `shared`: one expert
+    that all tokens go through, with weight 1, whose output is one more term. It is for up to
+    MOST_JOINED_TOKENS without adapters, and for plain weights."""
     if weights.is_fp4:
         weights = weights.plain(torch.float32)
     num_tokens, top_k = routing.weights.shape
@@ -112,7 +122,15 @@ def experts(
             if adapters is not None:
                 y += _delta(hidden, adapters.down, int(adapters.rows.slots[token]), expert)
             out[pair] = pair_weights[pair] * y
-    return out.view(num_tokens, top_k, -1).transpose(0, 1)
+    terms = out.view(num_tokens, top_k, -1).transpose(0, 1)
+    if shared is None:
+        return terms
+    every = torch.empty(1, num_tokens, x.shape[1], device=x.device)
+    for token, row in enumerate(x):
+        gate, up = _product(row, shared.gate_up, None, 0, False).chunk(2)
+        hidden = activate(gate, up, shared.activation).to(x.dtype)
+        every[0, token] = _product(hidden, shared.down, None, 0, False)
+    return torch.cat((terms, every))
 
 
 def _product(

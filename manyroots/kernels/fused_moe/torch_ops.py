@@ -89,10 +89,20 @@ def _sorted(expert_of_pair: np.ndarray, num_experts: int) -> tuple[np.ndarray, n
     return pairs, groups
 
 
+MOST_JOINED_TOKENS = 0
+"""On a CPU a shared block's own products are as fast."""
+
+
 def experts(
-    x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
+    shared: ExpertWeights | None = None,
 ) -> Tensor:
     """Each token's complete output: [tokens, hidden] in the dtype of x."""
+    if shared is not None:
+        raise ValueError("a shared block is computed apart on a CPU")
     pairs = SortedPairs.of(routing)
     of_adapters = None if adapters is None else _adapter_pairs(pairs, adapters)
     by_pair = x.index_select(0, pairs.tokens)

@@ -64,6 +64,9 @@ _SIGMOID = tl.constexpr(Scoring.SIGMOID.value)
 _SIGMOID_RENORMALISED = tl.constexpr(Scoring.SIGMOID_RENORMALISED.value)
 _ROOT = tl.constexpr(Scoring.SQRT_SOFTPLUS_RENORMALISED.value)
 _LEAST_SUM = tl.constexpr(LEAST_SUM)
+MOST_JOINED_TOKENS = 16
+"""Up to this many tokens, `experts` computes a shared block in the same launch. With more, its
+weights would be read for every 16 tokens anew."""
 MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
 """Up to this many tokens, `route` orders the pairs itself; more go through `triton_order.py` in
 tiles."""
@@ -373,18 +376,23 @@ def experts(
     routing: Routing,
     weights: ExpertWeights,
     adapters: ExpertAdapters | None = None,
+    shared: ExpertWeights | None = None,
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
     """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output. With few tokens, one more term holds the adapters' additions."""
+    output. With few tokens, one more term holds the adapters' additions. `shared`: one expert
+    that all tokens go through, with weight 1, whose output is one more term. It is for up to
+    MOST_JOINED_TOKENS without adapters, and for plain weights."""
+    if shared is not None and (adapters is not None or len(x) > MOST_JOINED_TOKENS):
+        raise ValueError("a shared block is computed with few tokens and without adapters")
     cut = tiling or (FP4_TILING if weights.is_fp4 else ExpertTiling())
     if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
         weights = weights.plain(x.dtype)
     if routing.tiles is not None:
         by_token = experts_in_tiles(x, routing, weights, adapters)
     elif adapters is None:
-        by_token = _both(x, routing, weights, cut)
+        by_token = _both(x, routing, weights, shared, cut)
     else:
         by_token = _with_adapters(x, routing, weights, adapters, cut)
     return by_token.transpose(0, 1)
@@ -401,7 +409,13 @@ def _fits(matrix: ExpertMatrix, block_k: int) -> bool:
     return has_one and matrix.shape[-1] % SIDE_STEP == 0
 
 
-def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling) -> Tensor:
+def _both(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    cut: ExpertTiling,
+) -> Tensor:
     """The base model's experts: both products in one launch."""
     num_experts, hidden_size, n_size = weights.down.shape
     num_tokens, top_k = routing.weights.shape
@@ -409,17 +423,30 @@ def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling
     up_tiles = triton.cdiv(n_size, cut.up_n)
     down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
     *gate_up, up_scaled = operand_of(weights.gate_up, x)
     *down, down_scaled = operand_of(weights.down, x)
-    both_products[(used * (up_tiles + down_tiles),)](
+    of_shared, shared_size, shared_tiles, num_terms = (x, x, x), 0, 0, top_k
+    if shared is not None:
+        assert isinstance(shared.gate_up, Tensor)
+        assert isinstance(shared.down, Tensor)
+        assert shared.activation is weights.activation
+        shared_size, num_terms = shared.down.shape[2], top_k + 1
+        shared_tiles = triton.cdiv(shared_size, cut.up_n)
+        own = torch.empty(num_tokens, shared_size, dtype=x.dtype, device=x.device)
+        of_shared = (shared.gate_up, shared.down, own)
+    out = torch.empty(num_tokens, num_terms, hidden_size, dtype=torch.float32, device=x.device)
+    num_programs = used * (up_tiles + down_tiles)
+    if shared is not None:
+        num_programs += shared_tiles + down_tiles
+    both_products[(num_programs,)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
-        routing.groups, routing.weights, inner, out, counters(x.device), used * up_tiles, n_size,
-        hidden_size, UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
+        routing.groups, routing.weights, inner, out, counters(x.device), *of_shared, num_tokens,
+        used * up_tiles, n_size, hidden_size, shared_size, UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
         HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
         EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
-        UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, num_stages=cut.up_stages,
+        UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, SHARED_TILES=shared_tiles,
+        EVEN_SHARED=shared_size % cut.down_k == 0, num_stages=cut.up_stages,
         num_warps=cut.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out

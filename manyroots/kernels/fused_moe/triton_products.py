@@ -161,21 +161,43 @@ def down_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_first"])
+@triton.jit(do_not_specialize=["num_first", "num_tokens"])
 def both_products(
     x, gate_up, up_scales, up_groups, down, down_scales, down_groups, up_bias, down_bias, pairs,
-    groups, weights, inner, out, done, num_first, n_size, hidden_size,
+    groups, weights, inner, out, done, shared_up, shared_down, shared_inner, num_tokens, num_first,
+    n_size, hidden_size, shared_size,
     UP_SCALED: tl.constexpr, DOWN_SCALED: tl.constexpr, KIND: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
     EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
     DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
-    DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, SHARED_TILES: tl.constexpr,
+    EVEN_SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(activation(gate, up)) of each pair, stored by pair. The first `num_first`
     programs compute the first product. `done` counts each group's finished tiles and is zero again
-    at the end."""
+    at the end. With SHARED_TILES, as many programs come before either product, for a block that
+    every token goes through; its output is the last term of a token."""
     let_next_begin(DEPENDENT)
     tile = tl.program_id(0)
+    terms: tl.constexpr = TOP_K + 1 if SHARED_TILES else TOP_K
+    if SHARED_TILES:
+        of_shared = done + num_first // UP_TILES
+        if tile < SHARED_TILES:
+            n = tile * UP_N + tl.arange(0, UP_N)
+            wait_for_inputs(DEPENDENT)
+            for first in range(0, num_tokens, BLOCK_M):
+                m = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+                gate, up = gate_and_up(
+                    x, shared_up, up_scales, 0, up_bias, 0, m, m < num_tokens, n, shared_size,
+                    hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, False, 0, DEPENDENT,
+                )  # fmt: skip
+                ok = (m < num_tokens)[:, None] & (n < shared_size)[None, :]
+                value = tl.trans(activated(gate, up, KIND))
+                tl.store(shared_inner + m[:, None] * shared_size + n[None, :], value, mask=ok)
+            tl.debug_barrier()
+            tl.atomic_add(of_shared, 1, sem="release")
+            return
+        tile -= SHARED_TILES
     if tile < num_first:
         group = tile // UP_TILES
         n = tile % UP_TILES * UP_N + tl.arange(0, UP_N)
@@ -197,8 +219,28 @@ def both_products(
             tl.debug_barrier()
             tl.atomic_add(done + group, 1, sem="release")
         return
-    group = (tile - num_first) // DOWN_TILES
-    n = (tile - num_first) % DOWN_TILES * DOWN_N + tl.arange(0, DOWN_N)
+    tile -= num_first
+    if SHARED_TILES:
+        if tile < DOWN_TILES:
+            n = tile * DOWN_N + tl.arange(0, DOWN_N)
+            wait_for_inputs(DEPENDENT)
+            wait_for_count(of_shared, SHARED_TILES)
+            for first in range(0, num_tokens, BLOCK_M):
+                m = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+                acc = down_product(
+                    shared_inner, shared_down, down_scales, 0, down_bias, 0, m, m < num_tokens, n,
+                    hidden_size, shared_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_SHARED, False, 0,
+                    DEPENDENT,
+                )  # fmt: skip
+                ok = (m < num_tokens)[:, None] & (n < hidden_size)[None, :]
+                to = out + (m * terms + TOP_K)[:, None] * hidden_size + n[None, :]
+                tl.store(to, tl.trans(acc), mask=ok)
+            if tl.atomic_add(of_shared, 1, sem="relaxed") == SHARED_TILES + DOWN_TILES - 1:
+                tl.store(of_shared, 0)
+            return
+        tile -= DOWN_TILES
+    group = tile // DOWN_TILES
+    n = tile % DOWN_TILES * DOWN_N + tl.arange(0, DOWN_N)
     wait_for_inputs(DEPENDENT)
     expert, begin, end = group_at(groups, group)
     if begin == end:
@@ -214,6 +256,7 @@ def both_products(
         )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < hidden_size)[None, :]
-        tl.store(out + pair[:, None] * hidden_size + n[None, :], value, mask=ok)
+        place = pair // TOP_K * terms + pair % TOP_K
+        tl.store(out + place[:, None] * hidden_size + n[None, :], value, mask=ok)
     if tl.atomic_add(done + group, 1, sem="relaxed") == UP_TILES + DOWN_TILES - 1:
         tl.store(done + group, 0)

@@ -354,10 +354,9 @@ def linear(
     # With FP8 there are twice as many rows; adapters' tiles stay as for a plain weight.
     least = 8 if operands.scaled > 0 and not num_parts else 16
     block_m = max(least, triton.next_power_of_2(num_rows))
-    num_stages = tiling.num_stages
-    if x.itemsize > 2:  # tilings are made for bfloat16; fewer stages of float32 rows fit
-        stage = tiling.block_k * (block_m * x.itemsize + tiling.block_n * weight.itemsize)
-        num_stages = min(num_stages, triton_hopper.SHARED_BYTES // stage)
+    # Tiles of an adapter's A are as wide as those of an FP8 weight, in more bytes.
+    widest = max(weight.itemsize, site.pool.itemsize if num_parts and site is not None else 0)
+    num_stages = stages_that_fit(tiling, block_m, x.itemsize, widest)
     _linear[grid](
         x, *operands.rows, x if squares is None else squares, num_pieces, *operands.weight,
         x if bias is None else bias, out, *adapters, num_rows, n_size, k_size, eps, width,
@@ -370,6 +369,14 @@ def linear(
         num_stages=num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
+
+
+def stages_that_fit(tiling: Tiling, block_m: int, row_bytes: int, weight_bytes: int) -> int:
+    """Tilings are made for bfloat16; of float32 rows fewer stages fit. Bytes are of a number."""
+    if row_bytes <= 2:
+        return tiling.num_stages
+    stage = tiling.block_k * (block_m * row_bytes + tiling.block_n * weight_bytes)
+    return min(tiling.num_stages, triton_hopper.SHARED_BYTES // stage)
 
 
 def _early(

@@ -2,7 +2,8 @@
 
 Same signatures as `reference.py`. A program has a tile of one head's weights, which it requests
 before the rows are ready. The adapters' part is a separate launch in factored form: a program has
-one token and head, for which two small products suffice.
+one token and head, for which two small products suffice. It adds to products in float32, so that
+their sum is rounded once.
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ def _by_head(
 
 @triton.jit
 def _add_absorbed(
-    q, out, pool, table, scalings, slots, q_row, q_head,
+    q, base, out, pool, table, scalings, slots, q_row, q_head,
     NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
-    NOPE_POW: tl.constexpr, LATENT_POW: tl.constexpr, RANKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    NOPE_POW: tl.constexpr, LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr,
+    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a token's query of one head with its rows of B, then with A."""
+    """Multiply a token's query of one head with its rows of B, then with A; add `base` and round.
+    The rest of the query is copied."""
     let_next_begin(DEPENDENT)
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
     rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
+    slot = tl.maximum(slot, 0)
     wait_for_inputs(DEPENDENT)
-    if rank == 0:
-        return
     a_all = pool + tl.load(table + slot * 5)
     b_all = pool + tl.load(table + slot * 5 + 4) + head * SIZE * rank
     scaling = tl.load(scalings + slot)
@@ -90,25 +91,29 @@ def _add_absorbed(
         is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
         a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
         added += tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
-    to = out + (token * tl.num_programs(0) + head) * (LATENT + ROPE) + d
-    base = tl.load(to, mask=d < LATENT, other=0.0).to(tl.float32)
-    tl.store(to, base + added, mask=d < LATENT)
+    row = token * tl.num_programs(0) + head
+    added += tl.load(base + row * LATENT + d, mask=d < LATENT, other=0.0)
+    tl.store(out + row * (LATENT + ROPE) + d, added, mask=d < LATENT)
+    if ROPE:
+        e = tl.arange(0, ROPE_POW)
+        rest = tl.load(q + token * q_row + head * q_head + NOPE + e, mask=e < ROPE, other=0.0)
+        tl.store(out + row * (LATENT + ROPE) + LATENT + e, rest, mask=e < ROPE)
 
 
 @triton.jit
 def _add_expanded(
-    attended, out, pool, table, scalings, slots, x_row, x_head,
+    attended, base, out, pool, table, scalings, slots, x_row, x_head,
     NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, VALUE_POW: tl.constexpr,
     LATENT_POW: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a token's attended latents of one head with A, then with its rows of B."""
+    """Multiply a token's attended latents of one head with A, then with its rows of B; add `base`
+    and round."""
     let_next_begin(DEPENDENT)
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + token)
     rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
+    slot = tl.maximum(slot, 0)
     wait_for_inputs(DEPENDENT)
-    if rank == 0:
-        return
     a_all = pool + tl.load(table + slot * 5)
     b_all = pool + tl.load(table + slot * 5 + 4) + (head * SIZE + NOPE) * rank
     scaling = tl.load(scalings + slot)
@@ -125,9 +130,9 @@ def _add_expanded(
         is_b = is_value[:, None] & (r < rank)[None, :]
         b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
         added += tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
-    to = out + (token * tl.num_programs(0) + head) * (SIZE - NOPE) + n
-    base = tl.load(to, mask=is_value, other=0.0).to(tl.float32)
-    tl.store(to, base + added, mask=is_value)
+    at = (token * tl.num_programs(0) + head) * (SIZE - NOPE) + n
+    added += tl.load(base + at, mask=is_value, other=0.0)
+    tl.store(out + at, added, mask=is_value)
 
 
 def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None) -> Tensor:
@@ -138,14 +143,16 @@ def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapter
     rope = size - nope
     out = torch.empty(num_tokens, heads, latent + rope, dtype=q.dtype, device=q.device)
     strides = (weight.stride(0), weight.stride(1), weight.stride(2))
-    _multiply(q, weight, out, strides, (nope, latent), rope)
-    if adapters is not None:
-        site = adapters.site
-        _add_absorbed[(heads, num_tokens)](
-            q, out, site.pool, site.table, site.scalings, adapters.rows.slots, *q.stride()[:2],
-            NOPE=nope, SIZE=weight.shape[1], LATENT=latent, ROPE=rope, NOPE_POW=padded(nope),
-            LATENT_POW=padded(latent), RANKS=RANKS, **launch_options(q.device),
-        )  # fmt: skip
+    if adapters is None:
+        _multiply(q, weight, out, strides, (nope, latent), rope)
+        return out
+    site, base = adapters.site, out.new_empty(num_tokens, heads, latent, dtype=torch.float32)
+    _multiply(q, weight, base, strides, (nope, latent), 0)
+    _add_absorbed[(heads, num_tokens)](
+        q, base, out, site.pool, site.table, site.scalings, adapters.rows.slots, *q.stride()[:2],
+        NOPE=nope, SIZE=weight.shape[1], LATENT=latent, ROPE=rope, NOPE_POW=padded(nope),
+        LATENT_POW=padded(latent), ROPE_POW=padded(rope), RANKS=RANKS, **launch_options(q.device),
+    )  # fmt: skip
     return out
 
 
@@ -157,11 +164,12 @@ def expand_values(
     size = weight.shape[1]
     out = torch.empty(num_tokens, heads, size - nope, dtype=attended.dtype, device=attended.device)
     strides = (weight.stride(0), weight.stride(2), weight.stride(1))
-    _multiply(attended, weight[:, nope:], out, strides, (latent, size - nope), 0)
+    base = out if adapters is None else torch.empty_like(out, dtype=torch.float32)
+    _multiply(attended, weight[:, nope:], base, strides, (latent, size - nope), 0)
     if adapters is not None:
         site = adapters.site
         _add_expanded[(heads, num_tokens)](
-            attended, out, site.pool, site.table, site.scalings, adapters.rows.slots,
+            attended, base, out, site.pool, site.table, site.scalings, adapters.rows.slots,
             *attended.stride()[:2], NOPE=nope, SIZE=size, LATENT=latent,
             VALUE_POW=padded(size - nope), LATENT_POW=padded(latent), RANKS=RANKS,
             **launch_options(attended.device),

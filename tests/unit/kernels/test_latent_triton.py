@@ -16,6 +16,7 @@ from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site
 
 from manyroots.kernels.latent import reference, triton_hopper, triton_hopper_prompt  # isort: skip
 from manyroots.kernels.latent import triton as fast  # isort: skip
+from manyroots.kernels.lora_ops.sites import LinearSite  # isort: skip
 from manyroots.kernels.latent.inputs import (  # isort: skip
     KeyPiece,
     LatentAdapters,
@@ -224,6 +225,32 @@ def test_f07_absorbed_products_with_every_adapter(
         ):
             x = q if ours is fast.absorb_queries else attended
             assert_close("lora", ours(x, weight, nope, own), naive(x, weight, nope, own), dtype)
+
+
+def test_f07_a_product_and_what_an_adapter_adds_are_rounded_once() -> None:
+    """F07: an adapter that takes back 31 of 32 parts; what the product alone would lose by rounding
+    is a tenth of what is left."""
+    heads, nope, v, latent, half = 2, 8, 16, 16, torch.float16
+    weight = randn(heads, nope + v, latent, dtype=half)
+    unit = torch.eye(latent, dtype=half, device=DEVICE)
+    less = -weight.flatten(0, 1) * (31 / 32)
+    site = LinearSite(
+        torch.cat((unit.flatten(), less.flatten())),
+        torch.tensor([[0, latent, 0, latent, latent * latent]], device=DEVICE),
+        torch.ones(1, 1, device=DEVICE), (heads * (nope + v),), latent,
+    )  # fmt: skip
+    adapters = LatentAdapters(site, make_rows(0, 0))
+    q = 64 * randn(2, heads, nope + ROPE, dtype=half)
+    attended = 64 * randn(2, heads, latent, dtype=half, seed=5)
+    for ours, naive, x in (
+        (fast.absorb_queries, reference.absorb_queries, q),
+        (fast.expand_values, reference.expand_values, attended),
+    ):
+        exact = naive(x, weight, nope, adapters).float()
+        alone = naive(x, weight, nope, None).float()
+        error = (ours(x, weight, nope, adapters).float() - exact).abs().max()
+        assert error <= 2**-10 * exact.abs().max()
+        assert (alone - exact).abs().max() > exact.abs().max()
 
 
 def test_f07_what_is_sent_to_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

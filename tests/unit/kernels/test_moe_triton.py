@@ -154,6 +154,42 @@ def test_experts_equal_the_reference_and_sum_up_in_the_norm(
     assert_close("lora", residual, expected.sum(0), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "inner"), [(1, 4, 40), (5, 8, 64), (16, 4, 96)])
+def test_a_shared_block_is_one_more_term(
+    tokens: int, experts: int, inner: int, dtype: torch.dtype
+) -> None:
+    """Of any width, unlike the experts'; and nothing is left in the counters."""
+    hidden, own, top_k = 64, 48, 2
+    x = randn(tokens, hidden, dtype=dtype)
+    weights, shared = (
+        ExpertWeights(
+            randn(count, 2 * size, hidden, dtype=dtype, seed=seed) * hidden**-0.5,
+            randn(count, hidden, size, dtype=dtype, seed=seed + 1) * size**-0.5,
+        )
+        for count, size, seed in ((experts, own, 1), (1, inner, 5))
+    )
+    routing = fast.route(randn(tokens, experts, seed=3), top_k, scoring=RENORMALISED)
+    expected = reference.experts(x, routing, weights, None, shared)
+    assert torch.equal(expected[:top_k], reference.experts(x, routing, weights))
+    gate, up = (x.float() @ shared.gate_up[0].float().t()).chunk(2, dim=-1)
+    every = (torch.nn.functional.silu(gate) * up) @ shared.down[0].float().t()
+    assert torch.allclose(expected[top_k], every, rtol=0.05, atol=0.05)
+    for _ in range(2):
+        out = fast.experts(x, routing, weights, None, shared, tiling=TILING)
+        assert_close("lora", out, expected, dtype)
+    out = fast.experts(x, routing, weights, tiling=TILING)
+    assert_close("lora", out, expected[:top_k], dtype)
+
+
+def test_a_shared_block_of_many_tokens_is_refused() -> None:
+    x = randn(fast.MOST_JOINED_TOKENS + 1, 64)
+    weights = ExpertWeights(randn(4, 96, 64), randn(4, 64, 48))
+    routing = fast.route(randn(len(x), 4), 2, scoring=RENORMALISED)
+    with pytest.raises(ValueError, match="few tokens"):
+        fast.experts(x, routing, weights, None, ExpertWeights(randn(1, 96, 64), randn(1, 64, 48)))
+
+
 EXPERTS, HIDDEN, INNER = 4, 64, 48
 SHAPES = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
 

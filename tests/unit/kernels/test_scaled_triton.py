@@ -141,3 +141,11 @@ def test_q01_experts_equal_the_reference(
     if DEVICE.type == "cpu" and most:  # which rounds no rows
         own = moe_ops.route(randn(tokens, experts, seed=3), top_k, scoring=RENORMALISED)
         assert_close("lora", moe_ops.experts(x, own, weights), expected.sum(0), dtype)
+
+
+def test_q01_stages_of_adapters_in_float32_fit_into_shared_memory() -> None:
+    """Q01: beside a weight in FP8, tiles of A have four times its bytes."""
+    tiling = gemm.Tiling(64, 128, 1, 4, 4)
+    assert gemm.stages_that_fit(tiling, 64, 4, 1) == 4
+    assert gemm.stages_that_fit(tiling, 64, 4, 4) == 3
+    assert gemm.stages_that_fit(tiling, 64, 2, 2) == 4

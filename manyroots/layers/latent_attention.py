@@ -179,8 +179,8 @@ class LatentAttention:
         The step's latents are in pages."""
         q, kv, latent_q = self._projected(x, step)
         q = self._kernels.latent.latent_write(
-            q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping, self._dtype,
-            is_interleaved=self._spec.is_interleaved,
+            q, kv, step.ropes[self._spec.rope], self._norm, pages, latents.slot_mapping,
+            self._dtype, is_interleaved=self._spec.is_interleaved,
         )  # fmt: skip
         return q, latent_q
 
@@ -196,7 +196,7 @@ class LatentAttention:
             )
         if self.q is not None:
             q = self.q(x if normed is None else normed, step).expanded(self._kernels)
-        return q.unflatten(-1, (self._spec.num_heads, -1)), kv, normed
+        return q.view(*q.shape[:-1], self._spec.num_heads, -1), kv, normed
 
     def _attended(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """[tokens, heads, value_dim]"""

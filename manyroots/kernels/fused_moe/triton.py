@@ -441,7 +441,8 @@ def _both(
     both_products[(num_programs,)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
         routing.groups, routing.weights, inner, out, counters(x.device), *of_shared, num_tokens,
-        used * up_tiles, n_size, hidden_size, shared_size, UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
+        used * up_tiles, n_size, hidden_size, shared_size,
+        UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
         HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
         EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,

@@ -87,9 +87,7 @@ def _index_write(
         if PAIRS:
             e = tl.arange(0, PAIRS_POW)
             is_pair = is_head & (e < PAIRS)[None, :]
-            a, b = rotated_pairs(
-                source, 0, e, is_pair, cos, sin, token, 1, PAIRS, INTERLEAVED
-            )
+            a, b = rotated_pairs(source, 0, e, is_pair, cos, sin, token, 1, PAIRS, INTERLEAVED)
             tl.store(to[:, None] + e[None, :], a, mask=is_pair)
             tl.store(to[:, None] + PAIRS + e[None, :], b, mask=is_pair)
 

@@ -122,7 +122,8 @@ def _write(
 def _rope_write(
     q, kv, cos, sin, weight, pages, scales, page_of, offset_of, out, eps, q_split, q_row, q_head,
     kv_split, kv_row, page_stride, token_stride, scale_start,
-    Q_SPLITS: tl.constexpr, KV_SPLITS: tl.constexpr, NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    Q_SPLITS: tl.constexpr, KV_SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     PLAIN: tl.constexpr, PLAIN_POW: tl.constexpr, LATENT_POW: tl.constexpr,
     ROPE_POW: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -182,7 +183,8 @@ def latent_write(
     _rope_write[(1 + -(-heads // HEADS), num_tokens)](
         q, kv, angles.cos, angles.sin, norm.weight, numbers, scales, slot_mapping.pages,
         slot_mapping.offsets, out, norm.eps, *q.stride()[:3], *kv.stride()[:2], *pages.stride()[:2],
-        scale_start, Q_SPLITS=q.shape[0], KV_SPLITS=kv.shape[0], NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
+        scale_start, Q_SPLITS=q.shape[0], KV_SPLITS=kv.shape[0],
+        NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
         PLAIN_POW=padded(plain), LATENT_POW=padded(latent), ROPE_POW=padded(rope), PAIRS=pairs,
         PAIRS_POW=padded(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,
         IS_FP8=pages.dtype is torch.uint8, num_warps=2, **launch_options(q.device),

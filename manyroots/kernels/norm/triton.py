@@ -222,8 +222,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
         x, x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0, 0, 0,
-        NUM_SPLITS=0, ALSO=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
-        PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
+        NUM_SPLITS=0, ALSO=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False,
+        HAS_OUT=True, PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n),
+        num_warps=_warps(n),
         **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out

@@ -39,6 +39,9 @@ class DeferredOutput:
 
     def finished(self, kernels: Kernels) -> Tensor:
         """Partial sums added up and adapters expanded, [num_tokens, n]; not yet normalised."""
+        is_in_parts = self.sums.dim() == 3 and self.sums.shape[0] > 1
+        if is_in_parts and self.lora is not None and self.also is None:
+            return kernels.lora_ops.complete(self.sums, self.lora)
         sums = _added_up(self.sums)
         if self.also is not None:
             sums = sums + _added_up(self.also)

@@ -219,6 +219,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "scaled_gemm.linear": lambda args, out: {"out": out},
     "lora_ops.shrink": lambda args, out: _shrunk(out),
     "lora_ops.expand": lambda args, out: {"y": args[0]},
+    "lora_ops.complete": lambda args, out: {"out": out},
     "lora_ops.add_embedding": lambda args, out: {"y": args[0]},
     "fused_moe.route": lambda args, out: _routing(out),
     "fused_moe.experts": lambda args, out: {"out": out.float().sum(0)},

@@ -65,6 +65,14 @@ def expand(y: Tensor, term: LoraTerm) -> None:
     y.copy_(y.float() + expanded(term))
 
 
+def complete(sums: Tensor, term: LoraTerm) -> Tensor:
+    """The product [num_rows, n], in the dtype of adapters: partial sums [splits, num_rows, n] added
+    up, and the adapters' part."""
+    whole = sums.float().sum(0)
+    expand(whole, term)
+    return whole.to(term.site.pool.dtype)
+
+
 def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
     """Add scaling * B A[token] of each row's own adapter to its vector y [num_rows, hidden]."""
     for row, slot in enumerate(rows.slots.tolist()):

@@ -76,6 +76,14 @@ def expand(y: Tensor, term: LoraTerm) -> None:
             _add(y[run.tokens], hidden[run.tokens], low)
 
 
+def complete(sums: Tensor, term: LoraTerm) -> Tensor:
+    """The product [num_rows, n], in the dtype of adapters: partial sums [splits, num_rows, n] added
+    up, and the adapters' part."""
+    whole = sums.sum(0).to(term.site.pool.dtype)
+    expand(whole, term)
+    return whole
+
+
 def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
     """Add B A[token] of each row's own adapter to its vector y [num_rows, hidden]."""
     for run in _batch_of(rows).runs:

@@ -24,7 +24,7 @@ from manyroots.kernels.launch import (
 from manyroots.kernels.lora_ops.reference import prepare
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
 
-__all__ = ["add_embedding", "expand", "prepare", "shrink"]
+__all__ = ["add_embedding", "complete", "expand", "prepare", "shrink"]
 
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks that are multiplied at once; the first is the smallest inner dimension of a matrix
@@ -42,6 +42,8 @@ SHRINK_PROGRAMS = 300
 """Most programs per 4096 of the inner dimension: more of them have too little to do."""
 EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
 """Rows and columns of a product per adding program."""
+COMPLETED_COLUMNS = 128
+"""Columns of a product per program that completes it."""
 LOOKUP_COLUMNS = 256
 """Columns of a vector per program that adds to embeddings."""
 
@@ -320,6 +322,79 @@ def expand(y: Tensor, term: LoraTerm) -> None:
             BLOCK_N=EXPAND_COLUMNS, **rank_constants(site), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
+
+
+@triton.jit
+def _rows_completed(
+    sums, y, hidden, b, start, rank, first_ranks, first, count, begin, cols, inside, size,
+    first_col, sums_split, sums_row, y_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """Columns of `count` rows from `begin` on that use one adapter."""
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < size)[None, :]
+    at = sums + rows[:, None] * sums_row + first_col + cols[None, :]
+    total = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        total += tl.load(at + split * sums_split, mask=ok, other=0.0).to(tl.float32)
+    total = expand_tile(
+        total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
+        r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+    )  # fmt: skip
+    tl.store(y + rows[:, None] * y_row + first_col + cols[None, :], total, mask=ok)
+
+
+@triton.jit
+def _complete(
+    sums, y, hidden, pool, table, slots, blocks, first_col, size, sums_split, sums_row, y_row,
+    hidden_split, hidden_row,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
+    if count == 0:
+        return
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(cols, size - 1)
+    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+    first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    if count == 1:
+        _rows_completed(
+            sums, y, hidden, b, start, rank, first_ranks, first, 1, 0, cols, inside, size,
+            first_col, sums_split, sums_row, y_row, hidden_split, hidden_row, NUM_SPLITS,
+            HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    elif BLOCK_R > 1:
+        for begin in range(0, count, BLOCK_R):
+            _rows_completed(
+                sums, y, hidden, b, start, rank, first_ranks, first, count, begin, cols, inside,
+                size, first_col, sums_split, sums_row, y_row, hidden_split, hidden_row, NUM_SPLITS,
+                HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+
+
+def complete(sums: Tensor, term: LoraTerm) -> Tensor:
+    """The product [num_rows, n], in the dtype of adapters: partial sums [splits, num_rows, n] added
+    up, and the adapters' part."""
+    site, rows, hidden = term.site, term.rows, term.hidden
+    y = torch.empty(sums.shape[1:], dtype=site.pool.dtype, device=sums.device)
+    block_r, num_programs = rows.programs
+    first_col = 0
+    for part, size in enumerate(site.part_sizes):
+        _complete[(triton.cdiv(size, COMPLETED_COLUMNS), num_programs)](
+            sums, y, hidden, site.pool, site.table, rows.slots, rows.blocks, first_col, size,
+            *sums.stride()[:2], y.stride(0), *hidden.stride()[:2],
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=sums.shape[0],
+            HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=COMPLETED_COLUMNS,
+            **rank_constants(site), **launch_options(y.device),
+        )  # fmt: skip
+        first_col += size
+    return y
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from tests.unit.pools import HIDDEN, VOCABULARY, adapter, embedding, make_pool, 
 from manyroots.kernels.lora_ops import reference  # isort: skip
 from manyroots.kernels.lora_ops import triton as fast  # isort: skip
 from manyroots.kernels.lora_ops.sites import LoraTerm, most_blocks, row_blocks  # isort: skip
+from manyroots.kernels.lora_ops.sites import block_rows_for  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 RANKS = [(8, 16, 24), (0, 8, 0), (40, 8, 8)]
@@ -45,6 +46,29 @@ def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch
     assert_close("lora", y, expected, dtype)
     assert torch.equal(y[0], before[0])
     assert torch.equal(y[-1], before[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "slots", [(-1, 0, 0, 1, 2, 2, -1), (-1, *[0] * 30, 1, 2, 2, -1), (*[2] * 40, -1, *[0] * 30)]
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_partial_sums_are_added_up_with_each_rows_own_parts(
+    splits: int, slots: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """A program per row, and one per block of rows; rows of the base model, too."""
+    site = make_site(64, (32, 200, 16), RANKS, dtype)
+    rows = make_rows(*slots, block_rows=block_rows_for(len(slots)))
+    hidden = randn(2, len(slots), site.width, seed=2)
+    sums = randn(splits, len(slots), 256, seed=3)[..., :248]
+    term = LoraTerm(hidden, site, rows)
+    out = fast.complete(sums, term)
+    expected = sums.sum(0)
+    reference.expand(expected, term)
+    assert out.dtype == dtype
+    assert_close("lora", out, expected.to(dtype), dtype)
+    assert_close("lora", reference.complete(sums, term), expected.to(dtype), dtype)
+    assert torch.equal(expected[slots.index(-1)], sums.sum(0)[slots.index(-1)])
 
 
 def test_a_product_of_more_columns_than_programs_is_expanded_whole(

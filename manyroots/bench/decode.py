@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.bench.spread import spread
+from manyroots.bench.step_profile import WatchedRunner, WatchedStep, steps_by_guesses
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import Stats, Submit
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
+from manyroots.step import Runner
 from manyroots.structured_outputs import StructuredOutputsParams
 
 MARGIN_TOKENS = 64
@@ -84,6 +87,7 @@ NUM_COLD = 3 + COLD_SLOTS
 """Which adapters are asked for at once, and how many there are. The burst takes every slot, so that
 the first adapter is in host memory alone after it."""
 PROFILED_STEPS = 16
+PRINTED_STEPS = 4
 PRINTED_KERNELS = 24
 """The report has all of them."""
 
@@ -146,7 +150,7 @@ def run_decode(
         }
         if 0 in workload.adapters:
             with _engine(settings, report, "start_s") as base:
-                floors = _floors(settings, base, workload)
+                floors = _floors(settings, base.engine, workload)
                 _run_cases(base, workload, 0, "base", report, floors)
             del base  # its memory is the next one's
         if any(workload.adapters) or cold:
@@ -175,7 +179,7 @@ def _with_adapters(
         "max_lora_rank": workload.rank,
     }
     with _engine(lora, report, "start_with_lora_s") as engine:
-        floors = _floors(settings, engine, workload)
+        floors = _floors(settings, engine.engine, workload)
         if 0 in workload.adapters:
             _run_cases(engine, workload, 0, "LoRA on, base rows only", report, floors)
         for number in workload.adapters:
@@ -183,8 +187,8 @@ def _with_adapters(
                 _run_cases(engine, workload, number, f"{number} adapters", report, floors)
     del engine
     if cold:
-        with _engine({**lora, "max_loras": COLD_SLOTS}, report, "start_with_few_slots_s") as engine:
-            report["first_token_s"], report["adapter_moves_s"] = _cold(engine)
+        with _engine({**lora, "max_loras": COLD_SLOTS}, report, "start_with_few_slots_s") as few:
+            report["first_token_s"], report["adapter_moves_s"] = _cold(few.engine)
             _say(f"first token of an adapter, s: {report['first_token_s']}")
             _say(f"of that, moving it, s: {report['adapter_moves_s']}")
 
@@ -194,28 +198,43 @@ def _floors(settings: dict[str, Any], engine: Engine, workload: DecodeWorkload) 
     return Floors(model, engine.info, workload.rank, experts=workload.adapts_experts)
 
 
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """An engine whose steps are noted."""
+
+    engine: Engine
+    runner: WatchedRunner
+
+
 @contextmanager
-def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Iterator[Engine]:
+def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Iterator[_Watched]:
     # What the last engine had must be free before this one asks how much memory is left.
     free_memory()
     began = time.perf_counter()
-    engine = build_engine(engine_settings(settings))
+    runners: list[WatchedRunner] = []
+
+    def watch(runner: Runner) -> Runner:
+        runners.append(WatchedRunner(runner))
+        return runners[0]
+
+    engine = build_engine(engine_settings(settings), watch)
     report[label] = round(time.perf_counter() - began, 2)
     _say(f"{label}: {report[label]} on {engine.info.device}")
     try:
-        yield engine
+        yield _Watched(engine, runners[0])
     finally:
         engine.loop.close()
 
 
 def _run_cases(
-    engine: Engine,
+    target: _Watched,
     workload: DecodeWorkload,
     num_adapters: int,
     label: str,
     report: dict[str, Any],
     floors: Floors,
 ) -> None:
+    engine = target.engine
     for batch, prompt_len in workload.sizes:
         runs = {
             kind: _Batch(
@@ -235,11 +254,14 @@ def _run_cases(
                 drafts = _Batch(engine, prompt_len, batch, adapters, STEADY, acceptance=acceptance)
                 runs[f"drafts, {acceptance:g} right"] = drafts
         lines: dict[str, list[Timeline]] = {kind: [] for kind in runs}
+        steps: dict[str, list[WatchedStep]] = {kind: [] for kind in runs}
         for run in runs.values():
             run.run(num_tokens=4)  # adapters to the device, graphs and buffers warm
         for _ in range(workload.repeats):
             for kind, run in runs.items():
+                target.runner.watch(range(0))
                 lines[kind].append(run.run(num_tokens=1 + workload.output_len))
+                steps[kind] += target.runner.steps
         for kind, run in runs.items():
             case = {
                 "case": label,
@@ -259,8 +281,19 @@ def _run_cases(
                 f"prefill {case['prefill_s']:.4f} s  {kind}"
             )
             _say(f"{'':>24}  {dict(run.drafted) or described(case['floors'])}")
+            if workload.acceptances:
+                case["steps_by_guesses"] = steps_by_guesses(steps[kind], batch)
+                _say_steps(case["steps_by_guesses"])
             if workload.profile:
                 case["kernels_per_step"], case["kernels_of_prefill"] = _profile(run)
+
+
+def _say_steps(rows: list[dict[str, Any]]) -> None:
+    for row in sorted(rows, key=itemgetter("steps"), reverse=True)[:PRINTED_STEPS]:
+        _say(
+            f"{'':>24}  {row['steps']:5d} steps with {row['guesses']:2d} guesses: "
+            f"{row['ms']:.3f} ms, {row['waiting_ms']:.3f} ms before"
+        )
 
 
 def decode_figures(lines: list[Timeline], batch: int) -> dict[str, Any]:
@@ -310,6 +343,8 @@ class _Batch:
         """`shape`: of every second row's output. `acceptance`: the probability that a guess is
         right; None drafts nothing."""
         self._acceptance = acceptance
+        # A namespace of its own: how often guesses were right is remembered by namespace.
+        self._salt = None if acceptance is None else f"{acceptance:g} right"
         self.drafted: Counter[str] = Counter()
         """In all runs."""
         self._shape = shape
@@ -333,7 +368,7 @@ class _Batch:
         names = itertools.cycle(self._adapters) if self._adapters else itertools.repeat(None)
         submits = [
             Submit(
-                RequestId(next(self._ids)), prompt, None,
+                RequestId(next(self._ids)), prompt, self._salt,
                 shaped if place % 2 else free, 0, (), adapter=name,
             )
             for place, (prompt, name) in enumerate(zip(prompts, names, strict=False))

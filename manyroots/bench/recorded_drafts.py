@@ -1,7 +1,7 @@
 """Drafts from a recorded run, each token right with a given probability: to measure and to test.
 
 Takes what each prompt was answered with; implements `DraftSource`. Which guesses are wrong depends
-on the seed, the request and the position alone.
+on the seed, the order of the recordings and the position alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import numpy as np
 
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.suffixes import NO_TOKENS
-from manyroots.step import Int32s
+from manyroots.speculative_config import MAX_DRAFT_TOKENS
+from manyroots.step import Floats, Int32s
 
 
 class RecordedDrafts:
@@ -23,23 +24,27 @@ class RecordedDrafts:
     def __init__(self, acceptance: float, *, vocab_size: int, seed: int = 0) -> None:
         self._acceptance = acceptance
         self._vocab_size = vocab_size
-        self._seed = seed
-        self._answers: dict[bytes, Int32s] = {}
+        self._rng = np.random.default_rng(seed)
+        self._answers: dict[bytes, tuple[Int32s, Floats]] = {}
+        """By prompt: its answer, and for each position the random numbers of a draft from there
+        on. They are drawn here, since drafts are made between two steps that are timed."""
 
     def record(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        self._answers[np.asarray(prompt, np.int32).tobytes()] = np.asarray(answer, np.int32)
+        said = np.asarray(answer, np.int32)
+        drawn = self._rng.random((len(said), MAX_DRAFT_TOKENS), np.float32)
+        self._answers[np.asarray(prompt, np.int32).tobytes()] = (said, drawn)
 
     def guess(self, request: Request, most: int) -> Int32s:
         prompt = request.tokens[: request.num_prompt_tokens].tobytes()
-        answer = self._answers.get(prompt)
-        if answer is None:
+        if prompt not in self._answers:
             return NO_TOKENS
+        answer, drawn = self._answers[prompt]
         said = request.num_tokens - request.num_prompt_tokens
-        draft = answer[said : said + most].copy()
-        rng = np.random.default_rng((self._seed, int(request.submit.request_id), said))
-        wrong = np.flatnonzero(rng.random(len(draft)) >= self._acceptance)
-        draft[wrong] = (draft[wrong] + 1) % self._vocab_size
-        return draft
+        draft = answer[said : said + most]
+        if not len(draft):
+            return NO_TOKENS
+        is_wrong = drawn[said, : len(draft)] >= self._acceptance
+        return np.where(is_wrong, (draft + 1) % self._vocab_size, draft).astype(np.int32)
 
     def ended(self, request: Request) -> None:
         """What a request says beside its recording is not learned."""

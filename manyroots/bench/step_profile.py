@@ -7,6 +7,7 @@ were on the host, so that the times of all steps and what is between them add up
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -34,6 +35,7 @@ class WatchedStep:
     num_decodes: int
     """Rows of one token."""
     launched_s: float
+    num_guesses: int = 0
     ended_s: float = 0.0
 
     @property
@@ -68,7 +70,8 @@ class WatchedRunner:
             return self._inner.launch(plan)
         self._switch_profile(len(self.steps))
         num_decodes = int((plan.num_tokens == 1).sum())
-        step = WatchedStep(plan.total_tokens, num_decodes, time.perf_counter())
+        num_guesses = sum(len(draft.tokens) for draft in plan.drafts)
+        step = WatchedStep(plan.total_tokens, num_decodes, time.perf_counter(), num_guesses)
         self.steps.append(step)
         future = self._inner.launch(plan)
         future.add_done_callback(lambda _: _end(step))
@@ -119,6 +122,28 @@ def steps_by_kind(steps: Sequence[WatchedStep]) -> list[dict[str, Any]]:
         for (kind, bound), own in sorted(
             times.items(), key=lambda item: (item[0][0], item[0][1] or float("inf"))
         )
+    ]
+
+
+def steps_by_guesses(steps: Sequence[WatchedStep], num_rows: int) -> list[dict[str, Any]]:
+    """A row for each number of guesses that steps check in which this many rows decode. Medians in
+    milliseconds: `ms` is from the launch, or the end of the step before, to the answer, and
+    `waiting_ms` what passed between the end of the step before and the launch."""
+    times: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    until = steps[0].launched_s if steps else 0.0
+    for step in steps:
+        begin = max(until, step.launched_s)
+        if step.num_tokens - step.num_guesses == num_rows:
+            times[step.num_guesses].append((step.ended_s - begin, begin - until))
+        until = step.ended_s
+    return [
+        {
+            "guesses": count,
+            "steps": len(own),
+            "ms": round(1e3 * statistics.median(took for took, _ in own), 3),
+            "waiting_ms": round(1e3 * statistics.median(waited for _, waited in own), 3),
+        }
+        for count, own in sorted(times.items())
     ]
 
 

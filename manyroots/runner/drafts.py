@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.ids import Row
 from manyroots.kernels.sampling.rows import NO_FAULT, Sampled
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.in_flight import InFlight
@@ -29,33 +30,47 @@ class CheckedDraft:
 
     row: int
     tokens: Int32s
-    samples: Int64s
+    samples: list[int]
     """Indices into the step's samples: after the newest token, then after each guess."""
 
-    def num_right(self, sampled: Sampled, at: Int64s) -> int:
-        """How many guesses are right. `at`: where each of the step's samples is in `sampled`.
 
-        A position without a token (logits that are not finite, a grammar that can't go on) ends the
-        draft before it. It is computed again alone, and fails as it would have without a draft.
-        """
-        places = at[self.samples]
-        wrong = np.flatnonzero(sampled.tokens.numpy()[places[:-1]] != self.tokens)
-        count = int(wrong[0]) if len(wrong) else len(self.tokens)
-        faults = np.flatnonzero(sampled.faults.numpy()[places[1 : count + 1]] != NO_FAULT)
-        return int(faults[0]) if len(faults) else count
+def count_right(drafts: Sequence[CheckedDraft], sampled: Sampled, at: Int64s) -> dict[Row, int]:
+    """How many guesses of each row are right. `at`: where each of the step's samples is in
+    `sampled`.
+
+    A position without a token (logits that are not finite, a grammar that can't go on) ends the
+    draft before it. It is computed again alone, and fails as it would have without a draft.
+    """
+    if not drafts:
+        return {}
+    # Lists: this is between two steps, and numpy takes longer for so few numbers.
+    tokens, faults = sampled.tokens.numpy()[at].tolist(), sampled.faults.numpy()[at].tolist()
+    counts = {}
+    for draft in drafts:
+        count = 0
+        for guess, before, after in zip(
+            draft.tokens.tolist(), draft.samples, draft.samples[1:], strict=False
+        ):
+            if tokens[before] != guess or faults[after] != NO_FAULT:
+                break
+            count += 1
+        counts[Row(draft.row)] = count
+    return counts
 
 
 def checked_drafts(plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
     """The drafts of a plan, in the step's layout."""
     if not plan.drafts:
         return ()
-    rows = inputs.rows[inputs.sampling]
-    checked = []
-    for draft in plan.drafts:
-        samples = np.flatnonzero(rows == draft.row)
-        samples = samples[np.argsort(inputs.guesses[samples])]
-        checked.append(CheckedDraft(int(draft.row), draft.tokens, samples))
-    return tuple(checked)
+    samples: dict[int, list[tuple[int, int]]] = {draft.row: [] for draft in plan.drafts}
+    rows = inputs.rows[inputs.sampling].tolist()
+    for sample, (row, place) in enumerate(zip(rows, inputs.guesses.tolist(), strict=True)):
+        if row in samples:
+            samples[row].append((place, sample))
+    return tuple(
+        CheckedDraft(int(draft.row), draft.tokens, [at for _, at in sorted(samples[draft.row])])
+        for draft in plan.drafts
+    )
 
 
 class DraftRows:
@@ -92,15 +107,16 @@ class DraftRows:
         if self._unsettled is None:
             return
         (step, drafts), self._unsettled = self._unsettled, None
-        sampled = step.wait()
+        counts = count_right(drafts, step.wait(), step.at)
+        sampled, after_guesses = step.tokens(), {}
         for place, draft in enumerate(drafts):
-            num_right = draft.num_right(sampled, step.at)
-            places = step.at[draft.samples[: num_right + 1]]
-            tokens = sampled.tokens.numpy()[places]
-            goes_back = bool(self._states) and num_right < len(draft.tokens)
+            count = counts[Row(draft.row)]
+            tokens = sampled[draft.samples[: count + 1]]
+            goes_back = bool(self._states) and count < len(draft.tokens)
             if goes_back:
                 for family, arena in enumerate(self._states):
                     unit = self._units([draft], family)
                     arena.data.index_copy_(0, unit, self._saved[family][place : place + 1])
             self._batch.accept(draft.row, tokens, goes_back=goes_back)
-            self._state.count(draft.row, tokens[1:])
+            after_guesses[draft.row] = tokens[1:]
+        self._state.count(after_guesses)

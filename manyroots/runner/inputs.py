@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.latent.step import PromptLens
-from manyroots.step import Int32s
+from manyroots.step import MAX_STEP_DRAFT_TOKENS, Int32s
 
 Int64s = npt.NDArray[np.int64]
 
@@ -24,6 +24,8 @@ NOWHERE = -1
 """The page of a token whose keys and values are not kept."""
 MAX_SINGLE_TOKENS = 64
 """More would no longer be bound by reading the weights, as a decode step is."""
+MAX_CHECKING_TOKENS = MAX_SINGLE_TOKENS + MAX_STEP_DRAFT_TOKENS
+"""With guesses: steps of prompts beside decodes have no room for so many samples."""
 MAX_SEEN_TOKENS = 1 << 17
 """Summed over the tokens of prompts: each reads by itself what it sees."""
 
@@ -86,8 +88,9 @@ def table_rows_of(inputs: StepInputs, spare_row: int) -> Int32s:
 
 def is_short(inputs: StepInputs) -> bool:
     """Whether its tokens may as well be rows of their own."""
+    most = MAX_CHECKING_TOKENS if inputs.guesses.any() else MAX_SINGLE_TOKENS
     of_prompts = inputs.positions[inputs.query_starts[inputs.num_decodes] :]
-    return len(inputs.tokens) <= MAX_SINGLE_TOKENS and of_prompts.sum() <= MAX_SEEN_TOKENS
+    return len(inputs.tokens) <= most and bool(of_prompts.sum() <= MAX_SEEN_TOKENS)
 
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:

@@ -194,7 +194,7 @@ def _places(inputs: StepInputs, drafts: Sequence[CheckedDraft]) -> Int64s:
 
 
 def _count_right(drafts: Sequence[CheckedDraft], sampled: Sampled) -> tuple[Tensor, Tensor]:
-    """How many guesses of each draft are right, and whether all are: `CheckedDraft.num_right`, on
+    """How many guesses of each draft are right, and whether all are: `drafts.count_right`, on
     the device."""
     longest = max(len(draft.tokens) for draft in drafts)
     guessed = np.full((len(drafts), longest), -1, np.int64)

@@ -30,12 +30,13 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts
+from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts, count_right
 from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.forward import Forward, PacketViews
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
 from manyroots.runner.inputs import (
+    MAX_CHECKING_TOKENS,
     Int64s,
     StepInputs,
     as_single_tokens,
@@ -50,7 +51,7 @@ from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows, shape
 from manyroots.runner.packet import send
 from manyroots.runner.prediction import Guesses, PredictedTokens
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
-from manyroots.runner.sampling_state import SamplingState
+from manyroots.runner.sampling_state import DraftTables, SamplingState
 from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
     NamedArrays,
@@ -168,7 +169,8 @@ class ModelRunner:
                 self._model,
                 self._forward.choose,
                 self._blank_arrays,
-                max_num_rows=max_num_seqs,
+                # A guess is a row of its own there.
+                max_num_rows=max(max_num_seqs, MAX_CHECKING_TOKENS if drafts else 0),
                 has_adapters=self._pool is not None,
                 device=self._device,
                 capture=is_gpu and use_graphs,
@@ -462,18 +464,21 @@ class ModelRunner:
         drafts = checked_drafts(plan, inputs)
         if drafts:
             self._drafts.save_states(drafts)
-            tables = table_rows_of(inputs, self._rows.spare.row)
-            for draft in drafts:
-                self._state.begin_draft(draft.row, draft.tokens, tables[draft.samples[1:]])
+            self._state.begin_drafts(self._draft_tables(inputs, drafts))
         return drafts
+
+    def _draft_tables(
+        self, inputs: StepInputs, drafts: Sequence[CheckedDraft]
+    ) -> dict[int, DraftTables]:
+        tables = table_rows_of(inputs, self._rows.spare.row)
+        return {draft.row: (draft.tokens, tables[draft.samples[1:]]) for draft in drafts}
 
     def _fill_masks(self, inputs: StepInputs, drafts: tuple[CheckedDraft, ...]) -> None:
         """The masks of rows with a grammar: they depend on the last step's tokens, which arrive
         while this step's model computes."""
         self._pending.learn(all_of_them=True)
-        tables = table_rows_of(inputs, self._rows.spare.row)
-        guesses = {draft.row: (draft.tokens, tables[draft.samples[1:]]) for draft in drafts}
-        self._state.fill_masks(inputs.rows[inputs.sampling], guesses)
+        tables = self._draft_tables(inputs, drafts)
+        self._state.fill_masks(inputs.rows[inputs.sampling], tables)
 
     def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
         """Where a row wants more logprobs than the sampler gives: those of all rows."""
@@ -515,7 +520,7 @@ class ModelRunner:
         the sampler's."""
         picks = np.arange(len(step.rows))
         if drafts:
-            picks = np.delete(picks, np.concatenate([draft.samples for draft in drafts]))
+            picks = np.delete(picks, [sample for draft in drafts for sample in draft.samples])
             self._drafts.expect(step, drafts)
         self._pending.expect(step, picks)
         # The rows may have other owners by the time that the step is done.
@@ -530,17 +535,21 @@ class ModelRunner:
             # Taken when a result is made and not before: a step that fails loses none.
             ends = self._mover.finished()
             given = choices.logprobs(sampled, step.at, wanted, vocab) if scores is None else scores
-            newest, num_right = inputs.sampling_order.copy(), {}
-            for draft in drafts:
-                count = num_right[Row(draft.row)] = draft.num_right(sampled, step.at)
-                newest[newest == draft.samples[0]] = draft.samples[count]
+            right = count_right(drafts, sampled, step.at)
+            newest = inputs.sampling_order
+            if drafts:
+                after = np.arange(len(step.rows))
+                after[[d.samples[0] for d in drafts]] = [
+                    d.samples[right[Row(d.row)]] for d in drafts
+                ]
+                newest = after[newest]
             faults = {**choices.faults(sampled, step.at), **failures}
             return StepResult(
                 plan.step_id,
                 step.tokens()[newest],
-                num_accepted=num_right,
-                guesses={} if guesses is None else guesses.by_row(num_right),
-                draft_logprobs=_draft_logprobs(drafts, num_right, given),
+                num_accepted=right,
+                guesses={} if guesses is None else guesses.by_row(right),
+                draft_logprobs=_draft_logprobs(drafts, right, given) if given else {},
                 logprobs={Row(int(step.rows[i])): given[i] for i in newest.tolist() if i in given}
                 if given
                 else {},
@@ -576,13 +585,13 @@ class ModelRunner:
 
 
 def _draft_logprobs(
-    drafts: Sequence[CheckedDraft], num_right: dict[Row, int], given: Scores
+    drafts: Sequence[CheckedDraft], right: dict[Row, int], given: Scores
 ) -> dict[Row, tuple[TokenLogprobs, ...]]:
     """Of the guesses that are right, where their row asked."""
     told = {}
     for draft in drafts:
         row = Row(draft.row)
-        samples = draft.samples[: num_right[row]].tolist()
+        samples = draft.samples[: right[row]]
         if samples and samples[0] in given:
             told[row] = tuple(given[sample] for sample in samples)
     return told

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from manyroots.kernels.sampling.rows import (
     IN_PROMPT,
@@ -29,6 +30,9 @@ from manyroots.step import Arrival, Int32s
 logger = logging.getLogger(__name__)
 
 _GREEDY = SamplingParams(temperature=0.0)
+
+DraftTables = tuple[Int32s, Int32s]
+"""Guesses of a row, and the table rows of the positions after each."""
 
 
 class _TableEntries:
@@ -158,30 +162,59 @@ class SamplingState:
             "num_top": num_top,
         }
 
-    def begin_draft(self, row: int, guesses: Int32s, table_rows: Int32s) -> None:
+    def begin_drafts(self, drafts: Mapping[int, DraftTables]) -> None:
         """Write the tables of the positions after each guess: what the row asks for, and counts
-        as if the guesses up to there had been said."""
-        tables, device = self.tables, self.tables.counts.device
-        there = torch.from_numpy(table_rows.astype(np.int64)).to(device)
-        if self._num_biases[row]:
-            tables.bias_ids[there] = tables.bias_ids[row].clone()
-            tables.biases[there] = tables.biases[row].clone()
-        if self._num_stops[row]:
-            tables.stop_ids[there] = tables.stop_ids[row].clone()
-        if self.params[row].has_penalties:
-            tables.counts[there] = tables.counts[row].clone()
-            for place, token in enumerate(guesses.tolist()):
-                tables.counts[there[place:], token] += 1
+        as if the guesses up to there had been said. All rows at once: the device idles."""
+        tables = self.tables
+        wanted = {
+            "biases": ([r for r in drafts if self._num_biases[r]], ("bias_ids", "biases")),
+            "stops": ([r for r in drafts if self._num_stops[r]], ("stop_ids",)),
+            "counts": ([r for r in drafts if self.params[r].has_penalties], ("counts",)),
+        }
+        arrays: dict[str, np.ndarray] = {}
+        for kind, (rows, _) in wanted.items():
+            if rows:
+                there = [drafts[row][1] for row in rows]
+                arrays[f"{kind} to"] = np.concatenate(there).astype(np.int64)
+                arrays[f"{kind} from"] = np.repeat(np.array(rows, np.int64), list(map(len, there)))
+        said = [(drafts[row][1][place:], token)
+                for row in wanted["counts"][0]
+                for place, token in enumerate(drafts[row][0].tolist())]  # fmt: skip
+        if said:
+            rows_after = np.concatenate([after for after, _ in said]).astype(np.int64)
+            tokens = np.repeat([token for _, token in said], [len(after) for after, _ in said])
+            arrays["said"] = rows_after * tables.counts.shape[1] + tokens
+        if not arrays:
+            return
+        sent = send(arrays, tables.counts.device)
+        for kind, (rows, names) in wanted.items():
+            for name in names if rows else ():
+                table = getattr(tables, name)
+                table.index_copy_(
+                    0, sent[f"{kind} to"], table.index_select(0, sent[f"{kind} from"])
+                )
+        if said:
+            self._count_once(sent["said"])
 
-    def count(self, row: int, tokens: Int32s) -> None:
-        """Tokens of a row were sampled after guesses, and are right: count them as its own."""
-        if len(tokens) and self.params[row].has_penalties:
-            device = self.tables.counts.device
-            ids = torch.from_numpy(tokens.astype(np.int64)).to(device)
-            ones = torch.ones(len(tokens), dtype=torch.int32, device=device)
-            self.tables.counts[row].index_add_(0, ids, ones)
+    def count(self, tokens: Mapping[int, Int32s]) -> None:
+        """Tokens of these rows were sampled after guesses, and are right: count them as their
+        own."""
+        width = self.tables.counts.shape[1]
+        places = [
+            row * width + own.astype(np.int64)
+            for row, own in tokens.items()
+            if len(own) and self.params[row].has_penalties
+        ]
+        if places:
+            sent = send({"places": np.concatenate(places)}, self.tables.counts.device)
+            self._count_once(sent["places"])
 
-    def fill_masks(self, rows: Int32s, drafts: Mapping[int, tuple[Int32s, Int32s]]) -> None:
+    def _count_once(self, places: Tensor) -> None:
+        """One occurrence more at each of these places; one that is there twice counts twice."""
+        ones = torch.ones(len(places), dtype=torch.int32, device=places.device)
+        self.tables.counts.view(-1).index_add_(0, places, ones)
+
+    def fill_masks(self, rows: Int32s, drafts: Mapping[int, DraftTables]) -> None:
         """Bring the masks of these rows up to date with all of their tokens, for a step whose
         model is launched and whose choice is not. `drafts`: by row, its guesses and the table rows
         of the positions after each."""

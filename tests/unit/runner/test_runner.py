@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from manyroots.bench.random_adapters import write_adapters
+from manyroots.bench.recorded_drafts import RecordedDrafts
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
@@ -38,10 +39,13 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import mixed
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.in_flight import InFlight
+from manyroots.runner.inputs import StepInputs
 from manyroots.runner.runner import ModelRunner
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.scheduler.speculation import DraftSource
+from manyroots.step import Plan
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.structured_outputs import StructuredOutputsParams
@@ -53,15 +57,20 @@ from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_SEQS = 4, 120, 64, 6
 CPU = torch.device("cpu")
+DRAFTS = '{"method": "suffix", "num_speculative_tokens": 4, "adaptive": false}'
 
 
 def make_runner(
-    decoder: Decoder, loader: AdapterLoader | None = None, grammars: GrammarCache | None = None
+    decoder: Decoder,
+    loader: AdapterLoader | None = None,
+    grammars: GrammarCache | None = None,
+    *,
+    drafts: bool = False,
 ) -> ModelRunner:
     """As on a GPU if the decoder has the references for kernels."""
     return runners.make_runner(
         decoder, loader, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
-        max_model_len=MAX_LEN, fixed_shapes=_is_plain(decoder), grammars=grammars,
+        max_model_len=MAX_LEN, fixed_shapes=_is_plain(decoder), grammars=grammars, drafts=drafts,
     )  # fmt: skip
 
 
@@ -85,18 +94,25 @@ def run(
     max_loras: int = 2,
     fails: int | None = None,
     grammars: GrammarCache | None = None,
+    drafts: DraftSource | None = None,
 ) -> dict[int, list[Output]]:
-    """What the real scheduler and loop get from a runner, by request; of which one may fail."""
+    """What the real scheduler and loop get from a runner, by request; of which one may fail.
+    `drafts`: what guesses tokens; None for no guesses."""
     families = runners.cache_families(
         runner._decoder, page_size=PAGE_SIZE, max_len=MAX_LEN, interval=2
     )
     capacities = tuple(Capacity(family, NUM_PAGES) for family in families)
     cache = PrefixCache(CacheLayout.of(PAGE_SIZE, capacities), CachePolicies())
     scheduler = Scheduler(
-        SchedulerSettings(max_num_seqs=MAX_SEQS, max_num_batched_tokens=24),
+        SchedulerSettings(
+            max_num_seqs=MAX_SEQS,
+            max_num_batched_tokens=24 if drafts is None else 64,
+            speculative_config=None if drafts is None else DRAFTS,
+        ),
         cache,
         Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=0)),
         max_model_len=MAX_LEN,
+        draft_source=drafts,
     )
     compiles = None if grammars is None else GrammarCompiles(grammars)
     loop = EngineLoop(scheduler, runner, compiles=compiles)
@@ -190,6 +206,40 @@ def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
         expected = run(make_runner(both.cpu), requests)
         patch.setattr(ModelRunner, "_begin_any", _refuse)
         assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
+    tmp_path: Path, kind: str, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P11: six rows with four guesses each are 30 rows of a graph, more than sequences may run."""
+    save_tiny(tmp_path, kind)
+    both = Both(tmp_path)
+    edited = some_requests(
+        temperature=0.7, presence_penalty=0.4, logit_bias={5: 2.0, 9: -3.0}, min_tokens=4
+    )
+    requests = some_requests(temperature=0.8) + [
+        replace(r, request_id=RequestId(r.request_id + 20), prompt=[7, *r.prompt]) for r in edited
+    ]
+    expected = tokens(run(make_runner(both.cpu), requests))
+    source = RecordedDrafts(0.8, vocab_size=97)
+    for request in requests:
+        source.record(request.prompt, expected[int(request.request_id)])
+    sizes = []
+
+    def no_launches(self: ModelRunner, plan: Plan, inputs: StepInputs, *_: object) -> Any:
+        assert not plan.drafts, "a step with guesses ran kernel by kernel"
+        return begin_any(self, plan, inputs)
+
+    def graph(self: ModelRunner, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Any:
+        sizes.append(len(inputs.rows) if plan.drafts else 0)
+        return begin_graph(self, plan, inputs, graphs)
+
+    begin_any, begin_graph = ModelRunner._begin_any, ModelRunner._begin_graph
+    monkeypatch.setattr(ModelRunner, "_begin_any", no_launches)
+    monkeypatch.setattr(ModelRunner, "_begin_graph", graph)
+    assert tokens(run(make_runner(both.plain, drafts=True), requests, drafts=source)) == expected
+    assert max(sizes) > MAX_SEQS
 
 
 @pytest.mark.parametrize("kind", MODELS)

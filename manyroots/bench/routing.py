@@ -386,7 +386,8 @@ def _costs(token_s: float, step_s: float, load_s: dict[str, float]) -> CostModel
     host_s = by_way.get(("host", "device"), 0.0)
     storage_s = by_way.get(("storage", "device"), by_way.get(("storage", "host"), 0.0) + host_s)
     return CostModel(
-        step_overhead_s=step_s, prefill_tokens_per_s=1 / token_s, prefill_pair_s=0.0,
+        step_overhead_s=step_s, unoverlapped_step_s=0.0,
+        prefill_tokens_per_s=1 / token_s, prefill_pair_s=0.0,
         decode_row_s=0.0, decode_context_token_s=0.0, kv_bytes_per_token=1.0, kv_memory_bytes=1.0,
         host_bytes_per_s=1e12, host_latency_s=host_s, storage_bytes_per_s=1e12,
         storage_latency_s=0.0, adapter_bytes=1.0, adapter_storage_load_s=storage_s,

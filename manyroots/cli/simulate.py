@@ -74,6 +74,15 @@ def add_simulate_command(commands: Any) -> None:
     )  # fmt: skip
     engine.add_argument("--max-cpu-loras", type=int, default=0, metavar="N", help="0: no limit")
 
+    engine.add_argument(
+        "--speculate", type=int, default=0, metavar="N",
+        help="guess up to N tokens of a row in each step; 0: none",
+    )  # fmt: skip
+    engine.add_argument(
+        "--acceptance", type=float, default=0.7, metavar="P",
+        help="with --speculate: the probability that a guess is right if all before it are",
+    )  # fmt: skip
+
     machine = simulate.add_argument_group("machine")
     machine.add_argument("--preset", default="h200-qwen3-8b", metavar="NAME")
     machine.add_argument(
@@ -206,6 +215,8 @@ def _job(arguments: dict[str, Any]) -> SimulationJob:
             max_cpu_loras=arguments["max_cpu_loras"],
             adapter_memory_bytes=None if memory is None else memory * 2**30,
             one_memory=arguments["one_memory"],
+            num_speculative_tokens=arguments["speculate"],
+            acceptance=arguments["acceptance"],
         ),
         costs=with_costs(costs, dict(_parse_cost(text) for text in arguments["cost"])),
         seed=arguments["seed"],

@@ -1,8 +1,9 @@
 """How long things take: one frozen set of numbers, and the arithmetic on them.
 
 A step takes a fixed time, plus a time per prompt token and per (token, earlier token) pair of the
-prompts, plus a time per decoding row and per token that those rows look back on. Linear on
-purpose: every number can be read off a benchmark. `presets.py` has measured ones.
+prompts, plus a time per decoding row and per token that those rows look back on. A guessed
+position is a row of its own, as in the engine. Linear on purpose: every number can be read off a
+benchmark. `presets.py` has measured ones.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ class StepLoad:
     """What one step computes, counted."""
 
     num_prefill_tokens: int
-    """Tokens of rows that compute more than one."""
+    """Tokens of rows that compute more than one, and have no draft."""
     num_prefill_pairs: int
     """For each of those, the tokens it attends to, itself included; all added up."""
     num_decode_rows: int
-    """Rows that compute one token."""
+    """Rows that compute one token, and guessed positions."""
     num_context_tokens: int
     """Tokens those rows attend to, added up."""
 
@@ -36,6 +37,9 @@ class CostModel:
 
     step_overhead_s: float
     """Every step: reading the weights, launching, sampling."""
+    unoverlapped_step_s: float
+    """From a result to the start of a step that is planned after it, as while guesses are made:
+    the device idles meanwhile. A step that is planned while another runs has none of it."""
     prefill_tokens_per_s: float
     prefill_pair_s: float
     """Attention within long prompts, which grows with the square of their length."""

@@ -13,6 +13,7 @@ from manyroots.lora.residency import Residency
 from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.one_memory import OneMemory
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.scheduler.speculation import DraftSource
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.step import Runner
@@ -44,9 +45,10 @@ def build_engine(
     clock: Clock,
     page_bytes: int,
     events: EventSink | None = None,
+    drafts: DraftSource | None = None,
 ) -> SimulatedEngine:
     """`page_bytes`: of a page of all layers. `events`: told after each step which pages came and
-    went."""
+    went. `drafts`: what guesses tokens, if the settings ask for it."""
     capacities, shared = settings.capacities(), settings.shared_sizes(page_bytes)
     if shared is not None:
         [pages] = capacities
@@ -62,6 +64,7 @@ def build_engine(
         cache,
         adapters,
         max_model_len=settings.num_cache_tokens,
+        draft_source=drafts,
         memory=memory,
     )
     loop = EngineLoop(

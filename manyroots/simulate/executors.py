@@ -14,7 +14,7 @@ import numpy as np
 
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.ids import CopyId, RequestId, Tier
+from manyroots.ids import CopyId, RequestId, Row, Tier
 from manyroots.runner.fake import FakeRunner
 from manyroots.simulate.segments import VOCAB_SIZE
 from manyroots.simulate.transfers import TransferModel
@@ -89,17 +89,29 @@ class UncheckedExecutor:
         if self.fail_next is not None:
             reason, self.fail_next = self.fail_next, None
             raise RuntimeError(reason)
-        tokens = []
+        tokens, num_accepted = [], {}
+        drafts = {int(draft.row): draft.tokens.tolist() for draft in plan.drafts}
         for row in plan.rows[plan.samples].tolist():
             request_id, num_output = self._rows[row]
+            if row in drafts:
+                num_right = self._num_right(request_id, num_output, drafts[row])
+                num_accepted[Row(row)] = num_right
+                num_output += num_right
             tokens.append(reply_token(self._replies, request_id, num_output))
             self._rows[row] = (request_id, num_output + 1)
         return StepResult(
             plan.step_id,
             np.array(tokens, np.int32),
+            num_accepted=num_accepted,
             copies=self._end_copies(),
             adapters=tuple(self._transfers.ended_loads([])),
         )
+
+    def _num_right(self, request_id: RequestId, num_output: int, draft: list[int]) -> int:
+        """How many guesses in a row are what the sequence says."""
+        said = enumerate(draft, num_output)
+        are_right = [reply_token(self._replies, request_id, at) == token for at, token in said]
+        return [*are_right, False].index(False)
 
     def _end_copies(self) -> tuple[CopyDone, ...]:
         if not self._under_way:

@@ -72,6 +72,8 @@ class ReplicasRun:
             num_host_hit_tokens=sum(run.num_host_hit_tokens for run in runs),
             num_copied_pages=copied,
             num_adapter_loads=loads,
+            num_draft_tokens=sum(run.num_draft_tokens for run in runs),
+            num_accepted_tokens=sum(run.num_accepted_tokens for run in runs),
             plan_digest=" ".join(run.plan_digest for run in runs),
         )
 

@@ -38,12 +38,15 @@ class ModelledRunner:
         transfers: TransferModel,
         *,
         max_num_seqs: int,
+        speculates: bool = False,
     ) -> None:
+        """`speculates`: whether plans may wait for results, which takes the device's time."""
         self._clock = clock
         self._costs = costs
         self._executor = executor
         self._faults = faults
         self._transfers = transfers
+        self._speculates = speculates
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         """Tokens in the pages of each row."""
         self._free_at_s = 0.0
@@ -57,6 +60,8 @@ class ModelledRunner:
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         begin_s = max(self._clock.now_s, self._free_at_s)
+        if self._speculates and len(plan.rows) and self._clock.now_s >= self._free_at_s:
+            begin_s += self._costs.unoverlapped_step_s
         self._transfers.begin(plan, begin_s)
         load = self._load(plan)
         # Without rows there is nothing to compute: copies begin, and maybe one is waited for.
@@ -93,6 +98,9 @@ class ModelledRunner:
         planned = self._executor.fail_next
         try:
             result = self._executor.execute(plan)
+            for draft in plan.drafts:
+                num_right = result.num_accepted.get(draft.row, 0)
+                self._num_computed[draft.row] -= len(draft.tokens) - num_right
             copies = tuple(self._transfers.timed(done) for done in result.copies)
             future.set_result(replace(result, seconds=duration_s, copies=copies))
         except Exception as error:
@@ -107,11 +115,13 @@ class ModelledRunner:
         counts = plan.num_tokens.astype(np.int64)
         before = self._num_computed[plan.rows]
         self._num_computed[plan.rows] = before + counts
-        decodes = counts == 1
+        drafted = np.isin(plan.rows, [int(draft.row) for draft in plan.drafts])
+        decodes = (counts == 1) | drafted
         long, behind = counts[~decodes], before[~decodes]
+        counts, before = counts[decodes], before[decodes]
         return StepLoad(
             num_prefill_tokens=int(long.sum()),
             num_prefill_pairs=int((long * behind + long * (long + 1) // 2).sum()),
-            num_decode_rows=int(decodes.sum()),
-            num_context_tokens=int((before[decodes] + 1).sum()),
+            num_decode_rows=int(counts.sum()),
+            num_context_tokens=int((counts * before + counts * (counts + 1) // 2).sum()),
         )

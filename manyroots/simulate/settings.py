@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
 
 from manyroots.cache.families.full import FULL_ATTENTION
@@ -21,6 +22,7 @@ from manyroots.simulate.windows import (
     told_split,
     window_capacities,
 )
+from manyroots.speculative_config import MAX_DRAFT_TOKENS
 
 BLOCK_BYTES = 2 << 20
 """Of a GPU's memory for adapters."""
@@ -60,6 +62,10 @@ class SimulationSettings:
     The two sizes are then how the run begins."""
     scheduling_policy: str = "fcfs"
     adapter_quantum_steps: int | None = None
+    num_speculative_tokens: int = 0
+    """The longest draft of one row and step, up to 8; 0 guesses nothing."""
+    acceptance: float = 0.7
+    """The probability that a guess is right if all before it are."""
     windows: tuple[str, ...] = ()
     """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
     many pages of all layers, split as the engine splits its own."""
@@ -71,6 +77,11 @@ class SimulationSettings:
 
     def __post_init__(self) -> None:
         CacheSettings(block_size=self.block_size)  # refuses what the engine would refuse
+        if not 0 <= self.num_speculative_tokens <= MAX_DRAFT_TOKENS:
+            raise ConfigError(
+                f"--speculate is {self.num_speculative_tokens}; it must be from 0 to "
+                f"{MAX_DRAFT_TOKENS}."
+            )
         scheduler = self.scheduler()
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
             raise ConfigError(
@@ -78,6 +89,8 @@ class SimulationSettings:
                 f"--max-num-seqs ({self.max_num_seqs}): a step could not give every running "
                 "request one token. Raise the first or lower the second."
             )
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise ConfigError(f"--acceptance is {self.acceptance}; it must be from 0 to 1.")
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"--num-pages is {self.num_pages}; it must be at least 1.")
         if self.num_host_pages < 0:
@@ -123,6 +136,15 @@ class SimulationSettings:
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling_policy=self.scheduling_policy,
             adapter_quantum_steps=self.adapter_quantum_steps,
+            speculative_config=self._speculative_config(),
+        )
+
+    def _speculative_config(self) -> str | None:
+        """Guesses come from the trace, and any text is searched for none."""
+        if not self.num_speculative_tokens:
+            return None
+        return json.dumps(
+            {"method": "suffix", "num_speculative_tokens": self.num_speculative_tokens}
         )
 
     @property

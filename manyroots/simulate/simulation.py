@@ -23,6 +23,7 @@ from manyroots.messages import Abort, FinishReason, Output, StepOutputs, Storage
 from manyroots.simulate.adapters import TraceAdapters
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel
+from manyroots.simulate.drafts import TraceDrafts
 from manyroots.simulate.engine import build_engine
 from manyroots.simulate.executors import CheckedExecutor, SimulatedExecutor, UncheckedExecutor
 from manyroots.simulate.faults import NO_FAULTS, Faults, FaultSource
@@ -72,6 +73,9 @@ class SimulationRun:
     num_lent_pages: int
     """Pages whose memory went to adapters, each as often as it did; 0 without one memory."""
     num_returned_pages: int
+    num_draft_tokens: int
+    """Guessed and checked."""
+    num_accepted_tokens: int
     plan_digest: str
     """Equal where two runs made the same plans in the same order."""
 
@@ -134,9 +138,13 @@ class EngineSimulation:
             self.faults,
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
+            speculates=settings.num_speculative_tokens > 0,
         )
         page_bytes = int(costs.kv_bytes_per_token * settings.block_size)
-        self.engine = build_engine(settings, self.runner, self.clock, page_bytes, events)
+        drafts = None
+        if settings.num_speculative_tokens:
+            drafts = TraceDrafts(self.replies, settings.acceptance, seed)
+        self.engine = build_engine(settings, self.runner, self.clock, page_bytes, events, drafts)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.on_output: Callable[[Output, Record], None] = lambda output, record: None
         """Told of each output after it is recorded."""
@@ -179,6 +187,7 @@ class EngineSimulation:
         self._drain()
         self._check_end()
         stats = self.engine.loop.stats()
+        speculation = stats.speculation
         loads, memory = self.engine.adapters.transfers.total_loads, self.engine.memory
         return SimulationRun(
             settings=self.settings,
@@ -204,6 +213,8 @@ class EngineSimulation:
             num_adapter_reloads=self.adapters.num_reloads,
             num_lent_pages=0 if memory is None else memory.total_lent_units,
             num_returned_pages=0 if memory is None else memory.total_returned_units,
+            num_draft_tokens=0 if speculation is None else speculation.total_draft_tokens,
+            num_accepted_tokens=0 if speculation is None else speculation.total_accepted_tokens,
             plan_digest=self.runner.digest.hexdigest(),
         )
 

@@ -81,6 +81,8 @@ class Summary:
     what came from storage passed through the host, and counts there."""
     num_copied_pages: dict[str, int]
     num_adapter_loads: dict[str, int]
+    num_draft_tokens: int
+    num_accepted_tokens: int
     plan_digest: str
 
 
@@ -112,6 +114,8 @@ def summarize(run: SimulationRun) -> Summary:
         hit_rate_by_tier=_by_tier(run, everything),
         num_copied_pages=run.num_copied_pages,
         num_adapter_loads=run.num_adapter_loads,
+        num_draft_tokens=run.num_draft_tokens,
+        num_accepted_tokens=run.num_accepted_tokens,
         plan_digest=run.plan_digest,
     )
 

@@ -95,7 +95,7 @@ def _with_settings(settings: SimulationSettings, changes: dict[str, Any]) -> Sim
 
 def _number(name: str, value: str, text: str) -> float:
     try:
-        number = float(value) if name in (*COSTS, SPEEDUP) else int(value)
+        number = float(value) if name in (*COSTS, SPEEDUP, "acceptance") else int(value)
     except ValueError:
         raise ConfigError(f"--sweep {text!r}: {value!r} is not a number.") from None
     if name == SPEEDUP and not 0 < number < float("inf"):

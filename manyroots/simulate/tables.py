@@ -35,6 +35,7 @@ def summary_table(summary: Summary, best_offline: float, endless: float) -> Tabl
         "retractions": f"{summary.num_retractions:,}",
         "steps": f"{summary.num_steps:,} ({summary.num_failed_steps:,} made to fail, "
         f"{summary.num_audits:,} audits)",
+        "guesses": f"{summary.num_accepted_tokens:,} right of {summary.num_draft_tokens:,}",
         "plans": summary.plan_digest,
     }
     for name, value in rows.items():

@@ -55,10 +55,6 @@ class AdapterPlaces:
         """The set of replicas that have it in host memory, those with it in a slot included."""
         return self._on_host.replicas.get(adapter, 0)
 
-    def num_homes(self, adapter: str) -> int:
-        """How many replicas have it, on the device or the host."""
-        return self.on_host(adapter).bit_count()
-
     def target(self, adapter: str) -> int:
         """How many replicas should have it."""
         share = self._traffic.get(adapter, 0.0) / self._total if self._total else 0.0

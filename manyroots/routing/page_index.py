@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from manyroots.ids import Tier
 
 
@@ -34,13 +37,20 @@ class PageIndex:
 
     def store(self, replica: int, tier: Tier, hashes: Sequence[int]) -> None:
         holders, bit = self._holders[tier], 1 << replica
+        before, after = 0, bit
         for page in hashes:
-            holders[page] = holders.get(page, 0) | bit
+            had = holders.get(page, 0)
+            if had != before:
+                before, after = had, had | bit
+            holders[page] = after  # pages in a row share one int: a lookup touches less memory
 
     def remove(self, replica: int, tier: Tier, hashes: Sequence[int]) -> None:
         holders, rest = self._holders[tier], ~(1 << replica)
+        before, left = 0, 0
         for page in hashes:
-            left = holders.get(page, 0) & rest
+            had = holders.get(page, 0)
+            if had != before:
+                before, left = had, had & rest
             if left:
                 holders[page] = left
             else:
@@ -81,20 +91,13 @@ class PageIndex:
 
     def num_leading(self, replica: int, tier: Tier, hashes: Sequence[int]) -> int:
         """How many of the prompt's first pages one replica has."""
-        return pages_of(replica, self.leading(tier, hashes))
+        counts = (num for has, num in self.leading(tier, hashes) if has >> replica & 1)
+        return max(counts, default=0)
 
 
-def pages_of(replica: int, leading: Sequence[tuple[int, int]]) -> int:
-    """One replica's number in what `PageIndex.leading` gives."""
-    return max((num_pages for replicas, num_pages in leading if replicas >> replica & 1), default=0)
-
-
-@lru_cache(maxsize=4096)
-def numbers(replicas: int) -> tuple[int, ...]:
-    """The replicas of a set. Cached: the same sets come again, of adapters and system prompts."""
-    found = []
-    while replicas:
-        low = replicas & -replicas
-        found.append(low.bit_length() - 1)
-        replicas ^= low
-    return tuple(found)
+@lru_cache(maxsize=16384)
+def members(replicas: int) -> npt.NDArray[np.intp]:
+    """The replicas of a set, as indices. Cached: the same sets come again, of adapters and system
+    prompts."""
+    packed = np.frombuffer(replicas.to_bytes(replicas.bit_length() + 7 >> 3, "little"), np.uint8)
+    return np.unpackbits(packed, bitorder="little").nonzero()[0]

@@ -21,15 +21,19 @@ from __future__ import annotations
 
 import enum
 import math
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from manyroots.errors import UnavailableError
 from manyroots.ids import Tier
 from manyroots.routing.adapter_places import AdapterPlaces
-from manyroots.routing.page_index import PageIndex, numbers, pages_of
+from manyroots.routing.page_index import PageIndex, members
+
+Floats = npt.NDArray[np.float64]
 
 
 class RoutingPolicy(enum.Enum):
@@ -151,11 +155,10 @@ class Router:
         self._work = [_FIRST_WORK] * num_replicas
         """Prompt tokens computed, each request counted more than the one before it."""
         self._weight, self._total_work = 1.0, _FIRST_WORK * num_replicas
-        # What a decision reads, for each replica; `_refresh` keeps it. Arrays: their numbers are
-        # side by side in memory, which is cold when a decision begins.
-        self._first_s = array("d", [0.0] * num_replicas)
+        # What a decision reads, for each replica; `_refresh` keeps it.
+        self._first_s: Floats = np.zeros(num_replicas)
         """Until a request's own tokens are computed; infinite while the replica is down."""
-        self._token_s = array("d", [self.costs.token_s] * num_replicas)
+        self._token_s: Floats = np.full(num_replicas, self.costs.token_s)
         """For each of the request's own tokens."""
         self._num_begun = 0
         self._open: dict[int, _Open] = {}
@@ -179,59 +182,45 @@ class Router:
             case RoutingPolicy.EXPECTED_TTFT:
                 return self._least(self._cost_s(request), request)
 
-    def _cost_s(self, request: RouteRequest) -> list[float]:
-        """For each replica, without what is the same for all of them. One pass over all; the rest
-        is for replicas that have some of the request's pages or its adapter. No numpy: for a
-        hundred floats its own code, cold, takes longer."""
-        num_tokens = request.num_tokens
-        cost_s = [
-            first_s + num_tokens * token_s
-            for first_s, token_s in zip(self._first_s, self._token_s, strict=True)
-        ]
-        self._count_cached(cost_s, request)
+    def _cost_s(self, request: RouteRequest) -> Floats:
+        """For each replica, without what is the same for all of them."""
+        cost_s = request.num_tokens - self._num_saved_tokens(request.hashes)
+        cost_s *= self._token_s
+        cost_s += self._first_s
         if request.adapter is not None:
             places, scale = self.adapters, 1.0
-            if places.num_homes(request.adapter) >= places.target(request.adapter):
-                scale += DISPLACEMENT
             on_device, on_host = places.on_device(request.adapter), places.on_host(request.adapter)
+            if on_host.bit_count() >= places.target(request.adapter):
+                scale += DISPLACEMENT
             # Relative to a load from storage, which the others need.
-            for replicas, saved_s in (
-                (on_device, self._device_saves_s),
-                (on_host & ~on_device, self._host_saves_s),
-            ):
-                saved_s *= scale
-                for replica in numbers(replicas):
-                    cost_s[replica] -= saved_s
+            if on_device:
+                cost_s[members(on_device)] -= self._device_saves_s * scale
+            if on_host := on_host & ~on_device:
+                cost_s[members(on_host)] -= self._host_saves_s * scale
         return cost_s
 
-    def _count_cached(self, cost_s: list[float], request: RouteRequest) -> None:
-        """Take off what cached tokens need not cost."""
-        size, pages, token_s = self.limits.page_size, self.pages, self._token_s
-        on_device = pages.leading(Tier.DEVICE, request.hashes)
-        num_before = 0
-        for replicas, num_pages in on_device:
-            num_tokens = size * (num_pages - num_before)
-            num_before = num_pages
-            for replica in numbers(replicas):
-                cost_s[replica] -= num_tokens * token_s[replica]
-        if pages.is_empty(Tier.HOST):
-            return
-        # What is in storage came through the host.
-        share = size * (1.0 - self.costs.lower_tier_share)
-        on_host = pages.leading(Tier.HOST, request.hashes)
-        for replica in numbers(on_host[0][0] if on_host else 0):
-            num_more = pages_of(replica, on_host) - pages_of(replica, on_device)
-            if num_more > 0:
-                cost_s[replica] -= share * num_more * token_s[replica]
+    def _num_saved_tokens(self, hashes: Sequence[int]) -> Floats:
+        """By replica: tokens that need not be computed. Those of lower tiers count less."""
+        saved = self._num_leading_tokens(Tier.DEVICE, hashes)
+        if not self.pages.is_empty(Tier.HOST):  # what is in storage came through the host
+            on_host = self._num_leading_tokens(Tier.HOST, hashes)
+            saved += (1.0 - self.costs.lower_tier_share) * np.maximum(on_host - saved, 0.0)
+        return saved
 
-    def _least(self, cost_s: list[float], request: RouteRequest) -> int:
-        least_s = min(cost_s)
+    def _num_leading_tokens(self, tier: Tier, hashes: Sequence[int]) -> Floats:
+        found = np.zeros(self.num_replicas)
+        for replicas, num_pages in self.pages.leading(tier, hashes):
+            found[members(replicas)] = self.limits.page_size * num_pages
+        return found
+
+    def _least(self, cost_s: Floats, request: RouteRequest) -> int:
+        least = int(cost_s.argmin())
         last = None if request.session is None else self._sessions.get(request.session)
         if last is not None:
             whole_s = request.num_tokens * self._token_s[last]
-            if cost_s[last] <= least_s + SESSION_SHARE * whole_s:
+            if cost_s[last] <= cost_s[least] + SESSION_SHARE * whole_s:
                 return last
-        return cost_s.index(least_s)
+        return least
 
     def _next_up(self, cost: list[int]) -> int:
         """The cheapest replica that is up, in rotation among equals."""

@@ -11,7 +11,13 @@ from manyroots.ids import AdapterDigest, Namespace, Tier
 from manyroots.routing.adapter_places import AdapterPlaces
 from manyroots.routing.page_index import PageIndex
 from manyroots.routing.prompt_hashes import PromptHasher
-from manyroots.routing.router import ReplicaLimits, Router, RouteRequest, RoutingPolicy
+from manyroots.routing.router import (
+    DISPLACEMENT,
+    ReplicaLimits,
+    Router,
+    RouteRequest,
+    RoutingPolicy,
+)
 
 LIMITS = ReplicaLimits(page_size=16, max_num_seqs=4, max_loras=2, max_cpu_loras=4)
 PAGES = list(range(100, 120))
@@ -150,6 +156,65 @@ def test_m03_a_slow_replica_gets_less() -> None:
         router.first_token(number, 3.0 if number % 2 else 0.01)
         router.end(number)
     assert [router.choose(request([1000 + i])) for i in range(5)] == [0] * 5
+
+
+def test_m02_the_choice_is_the_least_sum_replica_by_replica() -> None:
+    """Decisions work on all replicas at once; this adds up each replica's costs by itself."""
+    rng = random.Random(11)
+    for _ in range(40):
+        router = random_router(rng)
+        for number in range(30):
+            asked = random_request(rng)
+            costs = [plain_cost_s(router, replica, asked) for replica in range(router.num_replicas)]
+            chosen = router.choose(asked)
+            assert costs[chosen] == pytest.approx(min(costs), rel=1e-12)
+            router.begin(1000 + number, chosen, asked)
+
+
+def random_request(rng: random.Random) -> RouteRequest:
+    """One of a few prompts that share their starts, with one of a few adapters."""
+    pages = [*range(rng.randint(0, 12)), *(100 * rng.randint(1, 3) + i for i in range(8))]
+    adapter = rng.choice([None, "a", "b", "c", "d", "e"])
+    return RouteRequest(pages, 16 * len(pages) + rng.randint(1, 16), adapter)
+
+
+def random_router(rng: random.Random) -> Router:
+    """Some replicas that have served requests, of which some still run; one may be down."""
+    router = Router(rng.randint(2, 70), LIMITS)
+    for number in range(60):
+        asked, replica = random_request(rng), rng.randrange(router.num_replicas)
+        router.begin(number, replica, asked)
+        if rng.random() < 0.7:
+            router.stored(replica, Tier.DEVICE, asked.hashes)
+        if rng.random() < 0.3:
+            router.stored(rng.randrange(router.num_replicas), Tier.HOST, asked.hashes)
+        if rng.random() < 0.8:
+            router.first_token(number, rng.random())
+            router.end(number)
+    router.set_up(rng.randrange(router.num_replicas), is_up=rng.random() < 0.5)
+    return router
+
+
+def plain_cost_s(router: Router, replica: int, asked: RouteRequest) -> float:
+    """What `router.py` says a request costs on a replica, less a load of its adapter's files."""
+    token_s = float(router._token_s[replica])
+    on_device, on_host = (
+        router.pages.num_leading(replica, tier, asked.hashes) for tier in (Tier.DEVICE, Tier.HOST)
+    )
+    loaded = max(0, on_host - on_device) * (1.0 - router.costs.lower_tier_share)
+    num_tokens = asked.num_tokens - 16 * (on_device + loaded)
+    cost_s = float(router._first_s[replica]) + num_tokens * token_s
+    if asked.adapter is None:
+        return cost_s
+    places, seconds = router.adapters, router.costs.adapter_s
+    is_settled = places.on_host(asked.adapter).bit_count() >= places.target(asked.adapter)
+    tier = Tier.STORAGE
+    if places.on_device(asked.adapter) >> replica & 1:
+        tier = Tier.DEVICE
+    elif places.on_host(asked.adapter) >> replica & 1:
+        tier = Tier.HOST
+    saved_s = seconds[Tier.STORAGE] - seconds[tier]
+    return cost_s - saved_s * (1.0 + DISPLACEMENT * is_settled)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from manyroots.ids import Tier
 from manyroots.routing.adapter_places import AdapterPlaces
 from manyroots.routing.page_index import PageIndex, members
 
-Floats = npt.NDArray[np.float64]
+ReplicaColumn = npt.NDArray[np.float64]
+"""One number for each replica."""
 
 
 class RoutingPolicy(enum.Enum):
@@ -156,9 +157,9 @@ class Router:
         """Prompt tokens computed, each request counted more than the one before it."""
         self._weight, self._total_work = 1.0, _FIRST_WORK * num_replicas
         # What a decision reads, for each replica; `_refresh` keeps it.
-        self._first_s: Floats = np.zeros(num_replicas)
+        self._first_s: ReplicaColumn = np.zeros(num_replicas)
         """Until a request's own tokens are computed; infinite while the replica is down."""
-        self._token_s: Floats = np.full(num_replicas, self.costs.token_s)
+        self._token_s: ReplicaColumn = np.full(num_replicas, self.costs.token_s)
         """For each of the request's own tokens."""
         self._num_begun = 0
         self._open: dict[int, _Open] = {}
@@ -182,7 +183,7 @@ class Router:
             case RoutingPolicy.EXPECTED_TTFT:
                 return self._least(self._cost_s(request), request)
 
-    def _cost_s(self, request: RouteRequest) -> Floats:
+    def _cost_s(self, request: RouteRequest) -> ReplicaColumn:
         """For each replica, without what is the same for all of them."""
         cost_s = request.num_tokens - self._num_saved_tokens(request.hashes)
         cost_s *= self._token_s
@@ -199,7 +200,7 @@ class Router:
                 cost_s[members(on_host)] -= self._host_saves_s * scale
         return cost_s
 
-    def _num_saved_tokens(self, hashes: Sequence[int]) -> Floats:
+    def _num_saved_tokens(self, hashes: Sequence[int]) -> ReplicaColumn:
         """By replica: tokens that need not be computed. Those of lower tiers count less."""
         saved = self._num_leading_tokens(Tier.DEVICE, hashes)
         if not self.pages.is_empty(Tier.HOST):  # what is in storage came through the host
@@ -207,13 +208,13 @@ class Router:
             saved += (1.0 - self.costs.lower_tier_share) * np.maximum(on_host - saved, 0.0)
         return saved
 
-    def _num_leading_tokens(self, tier: Tier, hashes: Sequence[int]) -> Floats:
+    def _num_leading_tokens(self, tier: Tier, hashes: Sequence[int]) -> ReplicaColumn:
         found = np.zeros(self.num_replicas)
         for replicas, num_pages in self.pages.leading(tier, hashes):
             found[members(replicas)] = self.limits.page_size * num_pages
         return found
 
-    def _least(self, cost_s: Floats, request: RouteRequest) -> int:
+    def _least(self, cost_s: ReplicaColumn, request: RouteRequest) -> int:
         least = int(cost_s.argmin())
         last = None if request.session is None else self._sessions.get(request.session)
         if last is not None:

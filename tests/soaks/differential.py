@@ -11,8 +11,8 @@ where its two best are closer than rounding may move them. Lengths lie around pa
 and checkpoints; three adapters and the base share texts.
 
 With a tier, pages that leave the device are found there; with one that lasts, the warm engine is
-started again after each half of its traces and finds what the last one stored. With ranks, the warm
-engine is divided over so many processes.
+started again after its traces and finds what the last one stored of the first half. With ranks, the
+warm engine is divided over so many processes.
 
 Prints JSON: what was compared, and how much of it was reused. Every 25 traces get engines of their
 own and a line in the file of results, if there is one; what is there already is not run again.
@@ -252,9 +252,8 @@ def _rank(entry: tuple[int, Any]) -> int:
 def run(mix: str, seeds: range, ranks: int = 1, tier: str = "none") -> Found:
     """Every trace of these seeds, on engines that keep what they have cached between them."""
     found = Found(mix)
-    # With tiers that last: the first half, the second one, and the first one's texts again.
-    half = len(seeds) // 2
-    parts = [seeds] if tier in ("none", "host") else [seeds[:half], seeds[half:], seeds[:half]]
+    # With tiers that last: the first half again, in another engine.
+    parts = [seeds] if tier in ("none", "host") else [seeds, seeds[: len(seeds) // 2]]
     with tempfile.TemporaryDirectory() as folder, worth_loading():
         engines = Engines(Path(folder), mix, ranks, tier)
         try:
@@ -263,7 +262,7 @@ def run(mix: str, seeds: range, ranks: int = 1, tier: str = "none") -> Found:
                     engines.restart()
                 for seed in part:
                     _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
-                    found.traces += number < 2
+                    found.traces += number < 1
                 stats = engines.warm.stats()
                 found.retractions += stats.total_retractions
                 found.host_tokens += stats.total_host_hit_tokens

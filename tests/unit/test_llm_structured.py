@@ -22,7 +22,7 @@ from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 EOS = 257
-NUM_SCHEMAS = 80
+NUM_SCHEMAS = 40
 NO_SPACE = {9: -100.0, 10: -100.0, 13: -100.0, 32: -100.0}
 PERSON = {
     "type": "object",

@@ -1,4 +1,8 @@
-"""`manyroots serve --gateways 2 --replicas 2`: they share limits, adapters and engines."""
+"""`manyroots serve --gateways 2 --replicas 2`: they share limits, adapters and engines.
+
+Each test begins with a server whose gateways and engines are all there, whatever tests before it
+have killed or ended.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,31 @@ class Gateways:
             assert time.monotonic() < deadline, self.server.log()
             time.sleep(0.05)
 
+    def wait_until_whole(self) -> None:
+        """Until what was killed is back."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (len(self.engines()), len(self.pids())) != (NUM_REPLICAS, NUM_GATEWAYS):
+            assert time.monotonic() < deadline, self.server.log()
+            time.sleep(0.05)
+        for client in self.clients:
+            self.wait_until_ready(client)
+
+    def kill_gateway(self, pid: int) -> None:
+        """It has closed its connections when this returns."""
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + PATIENCE_S
+        while pid in self.pids():
+            assert time.monotonic() < deadline, self.server.log()
+            time.sleep(0.01)
+
+    def keep(self, tiny: TinyAdapters) -> None:
+        """Load an adapter while the server runs."""
+        loaded = self.admin(
+            0, "/v1/load_lora_adapter", lora_name="kept", lora_path=tiny.path("stable"),
+            load_inplace=True,
+        )  # fmt: skip
+        assert loaded.is_success, loaded.text
+
     def complete(self, number: int, model: str, count: int = 8, **more: Any) -> httpx.Response:
         return self.clients[number].post(
             "/v1/completions", json=completion(model, PROMPT, count), headers=HEADERS | more
@@ -87,15 +116,47 @@ class Gateways:
     def _called(self, begin: str) -> list[tuple[str, int]]:
         found = []
         for pid in children_of(self.server.process.pid):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name.startswith(begin):
-                found.append((name, pid))
+            with contextlib.suppress(OSError):  # it has just ended
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith(begin):
+                    found.append((name, pid))
         return found
 
 
+class Started:
+    """At most one server, which is started again if it has ended."""
+
+    def __init__(self, tiny: TinyAdapters) -> None:
+        self._tiny = tiny
+        self._open = contextlib.ExitStack()
+        self._gateways: Gateways | None = None
+
+    def served(self) -> Gateways:
+        if self._gateways is None or self._gateways.server.process.poll() is not None:
+            self.close()
+            self._gateways = self._open.enter_context(serving(self._tiny))
+        self._gateways.wait_until_whole()
+        return self._gateways
+
+    def close(self) -> None:
+        self._open.close()
+
+
 @pytest.fixture(scope="module")
-def served(tiny: TinyAdapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    keys = tmp_path_factory.mktemp("keys") / "keys.json"
+def started(tiny: TinyAdapters) -> Iterator[Started]:
+    started = Started(tiny)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def served(started: Started) -> Gateways:
+    return started.served()
+
+
+@contextlib.contextmanager
+def serving(tiny: TinyAdapters) -> Iterator[Gateways]:
+    keys = tiny.model.parent / "keys.json"
     keys.write_text(json.dumps({"keys": [
         {"name": "all", "key": KEY, "adapters": ["*"]},
         {"name": "few", "key": LIMITED, "adapters": ["*"], "max_running": 2},
@@ -169,10 +230,8 @@ def test_m03_a_gateway_may_die_and_engines_and_other_gateways_go_on(
     served: Gateways, tiny: TinyAdapters
 ) -> None:
     """What was loaded is known to the next gateway, and what it held of a key's limits is free."""
-    path = tiny.path("stable")
-    assert served.admin(0, "/v1/load_lora_adapter", lora_name="kept", lora_path=path).is_success
+    served.keep(tiny)
     engines, gateways = served.engines(), served.pids()
-    assert (len(engines), len(gateways)) == (NUM_REPLICAS, NUM_GATEWAYS)
     expected = tiny.greedy(PROMPT, "stable", 30)
     asked = [Asked(completion("kept", PROMPT, 30), expected)]
     errors = ["killed by SIGKILL"]
@@ -203,6 +262,7 @@ def test_m03_a_gateway_may_die_and_engines_and_other_gateways_go_on(
 def test_m01_m03_all_replicas_restart_one_by_one_through_any_gateway(
     served: Gateways, tiny: TinyAdapters
 ) -> None:
+    served.keep(tiny)
     before = served.engines()
     answer = served.admin(1, "/v1/replicas/restart")
     assert answer.status_code == 200, answer.text
@@ -222,6 +282,7 @@ def test_m03_the_router_may_die_and_requests_without_output_wait_for_the_next(
 ) -> None:
     """No caller is refused: neither requests that come while there is no router, nor those of a
     gateway that has just been started."""
+    served.keep(tiny)
     expected = tiny.greedy(PROMPT, "stable", 8)
     gateway, router = served.pids()[0], served.router()
     os.kill(router, signal.SIGKILL)
@@ -229,7 +290,7 @@ def test_m03_the_router_may_die_and_requests_without_output_wait_for_the_next(
         if served.clients[1].get("/ready").status_code != 200:
             break
         time.sleep(0.01)  # it has not noticed yet
-    os.kill(gateway, signal.SIGKILL)
+    served.kill_gateway(gateway)
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(served.complete, 1, "kept") for _ in range(4)]
         assert [tokens(answer.result(PATIENCE_S)) for answer in answers] == [expected] * 4

@@ -34,17 +34,22 @@ HYBRIDS = {
     "gated_norm.gated": "falcon-h1",
     "gated_norm.sigmoid_gated": "qwen3-next",
     "gated_norm.add_gated": "qwen3-next",
+    "norm.sum_rms_norm": "minicpm3",
     "latent.latent_write": "minicpm3",
     "latent.index_write": "glm-moe-dsa",
     "latent.absorb_queries": "minicpm3",
     "latent.latent_decode": "minicpm3",
     "latent.expand_values": "minicpm3",
     "latent.latent_read": "minicpm3",
+    "latent.join_keys": "minicpm3",
     "latent.attend_piece": "minicpm3",
 }
 """By kernel that a dense model does not call: one that does."""
 OF_FP8 = ("scaled_gemm.linear", "scaled_gemm.in_fp8")
-OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in {*HYBRIDS, *OF_FP8}]
+OF_PARTS = ("lora_ops.complete",)
+"""For partial sums, which references' products do not have."""
+ELSEWHERE = {*HYBRIDS, *OF_FP8, *OF_PARTS}
+OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in ELSEWHERE]
 NOT_CALLED = (
     "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
     "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for", "latent.merge",

@@ -230,17 +230,20 @@ class LatentAttention:
     def _to_keys(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """Attend from prompts to keys and values that are expanded piece by piece."""
         kernels, spec = self._kernels.latent, self._spec
-        is_whole = len(latents.pieces) == 1
-        out = q.new_zeros(*q.shape[:2], spec.value_dim, dtype=torch.float32)
-        sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
+        found: list[Tensor] = []
+        before: slice | None = None
+        sums = None
         for place, piece in enumerate(latents.pieces):
             k, v = self._expanded(piece, pages, latents.lora_of_keys(step.lora, place))
-            found, own = kernels.attend_piece(q[piece.tokens], k, v, piece.piece, spec.scale)
-            if is_whole:
-                return found
-            at = piece.tokens
-            out[at], sums[at] = kernels.merge(out[at], sums[at], found, own)
-        return out.to(q.dtype)
+            out, own = kernels.attend_piece(q[piece.tokens], k, v, piece.piece, spec.scale)
+            if piece.tokens != before:
+                found.append(out)
+                before, sums = piece.tokens, own
+                continue
+            assert sums is not None
+            found[-1], sums = kernels.merge(found[-1].float(), sums, out, own)
+        whole = [out.to(q.dtype) for out in found]
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def _expanded(
         self, piece: ExpandedPiece, pages: Tensor, lora: LoraRows | None
@@ -253,8 +256,8 @@ class LatentAttention:
         latents, rotated = rows[:, : memory.latent], rows[:, memory.latent :]
         both = self.kv_b.of(latents.contiguous(), lora).finished(self._kernels).to(self._dtype)
         both = both.view(len(both), spec.num_heads, -1)
-        shared = rotated[:, None].expand(-1, spec.num_heads, -1)
-        return torch.cat((both[..., : spec.nope], shared), dim=2), both[..., spec.nope :]
+        keys = self._kernels.latent.join_keys(both[..., : spec.nope], rotated)
+        return keys, both[..., spec.nope :]
 
     @property
     def _by_head(self) -> Tensor:

@@ -212,6 +212,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "latent.latent_decode": lambda args, out: {"out": out},
     "latent.expand_values": lambda args, out: {"out": out},
     "latent.latent_read": lambda args, out: {"out": out},
+    "latent.join_keys": lambda args, out: {"out": out},
     "latent.attend_piece": lambda args, out: _piece(*out),
     "activation.gated": lambda args, out: _rows(out),
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},

@@ -196,6 +196,12 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
     return found.to(dtype)
 
 
+def join_keys(own: Tensor, shared: Tensor) -> Tensor:
+    """Keys [keys, heads, nope + rope]: each head's own part [keys, heads, nope] and the part that
+    all heads share [keys, rope]."""
+    return torch.cat((own, shared[:, None].expand(-1, own.shape[1], -1)), dim=2)
+
+
 def attend_piece(
     q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -21,8 +21,8 @@ from manyroots.kernels.latent.inputs import KeyPiece
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
-MAX_KEYS = 4096
-"""Most tokens with expanded keys and values at once: with 128 heads of 192 and 128, 320 MiB."""
+MAX_KEYS = 8192
+"""Most tokens with expanded keys and values at once: with 128 heads of 192 and 128, 640 MiB."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -100,7 +100,9 @@ class LatentStep:
 
     @cached_property
     def pieces(self) -> tuple[ExpandedPiece, ...]:
-        """All keys that prompts see, in pieces of at most MAX_KEYS."""
+        """All keys that prompts see, in pieces of at most MAX_KEYS. Only sequences with more keys are
+        divided; each piece of one has the keys of no other sequence. So the pieces that some token
+        attends to are neighbours, and all are of the same tokens."""
         return tuple(self._pieces())
 
     def _pieces(self) -> Iterator[ExpandedPiece]:
@@ -109,15 +111,16 @@ class LatentStep:
         parts: list[tuple[int, int, int]] = []
         room = MAX_KEYS
         for seq, length in enumerate(contexts.tolist()):
-            first = 0
-            while first < length:
-                last = min(length, first + room)
-                parts.append((seq, first, last))
-                room -= last - first
-                first = last
-                if room == 0:
-                    yield self._piece(parts, queries, contexts)
-                    parts, room = [], MAX_KEYS
+            if parts and length > room:
+                yield self._piece(parts, queries, contexts)
+                parts, room = [], MAX_KEYS
+            if length <= room:
+                parts.append((seq, 0, length))
+                room -= length
+                continue
+            for first in range(0, length, MAX_KEYS):
+                last = min(length, first + MAX_KEYS)
+                yield self._piece([(seq, first, last)], queries, contexts)
         if parts:
             yield self._piece(parts, queries, contexts)
 

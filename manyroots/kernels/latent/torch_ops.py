@@ -19,7 +19,7 @@ from manyroots.kernels.latent.inputs import (
     as_fp8_rows,
     from_fp8_rows,
 )
-from manyroots.kernels.latent.reference import merge
+from manyroots.kernels.latent.reference import join_keys, merge
 from manyroots.kernels.lora_ops.batch import Run
 from manyroots.kernels.norm.torch_ops import rms_norm
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
@@ -31,6 +31,7 @@ __all__ = [
     "attend_piece",
     "expand_values",
     "index_write",
+    "join_keys",
     "latent_decode",
     "latent_read",
     "latent_write",

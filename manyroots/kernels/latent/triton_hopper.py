@@ -5,8 +5,9 @@ rest. All rows' tiles of tokens form one list. Each program takes an equal range
 follows the lengths while the launch grid is fixed. A second launch merges rows that several
 programs share. A program has four warps that start copies of pages, and:
 
-    up to 32 heads   4 warps; tokens are the rows of the matrix instructions, heads the columns,
+    up to 16 heads   4 warps; tokens are the rows of the matrix instructions, heads the columns,
                      so that no instruction computes heads that do not exist
+    up to 32 heads   8 warps; the registers of 4 do not hold so many sums
     more heads       8 warps for 64 heads, which are the rows
 
 A tile's scores are multiplied right after the values of the previous tile, so that matrix
@@ -54,6 +55,7 @@ STAGES = gl.constexpr(2)
 """Tiles that are loaded or being loaded; shared memory holds no more."""
 FEW_HEADS, MANY_HEADS = 32, 64
 """Heads of a program."""
+FEWEST_HEADS = 16
 FEW_WARPS, MANY_WARPS = 4, 8
 COPY_WARPS = 4
 """Copying warps share the boxes of a copy: issuing a copy takes longer than the copy."""
@@ -493,7 +495,7 @@ def latent_decode(
     num_rows, num_heads, _ = queries.shape
     device = queries.device
     is_few = num_heads <= FEW_HEADS
-    heads = max(16, triton.next_power_of_2(num_heads)) if is_few else MANY_HEADS
+    heads = max(FEWEST_HEADS, triton.next_power_of_2(num_heads)) if is_few else MANY_HEADS
     blocks = -(-num_heads // heads)
     num_parts = max(1, _num_multiprocessors(device) // blocks)
     out = torch.empty(num_rows, num_heads, latent, dtype=queries.dtype, device=device)
@@ -503,7 +505,7 @@ def latent_decode(
     rows = max(32, triton.next_power_of_2(num_rows))
     page_size = pages.shape[1]
     copied = min(page_size, TOKENS.value)
-    warps = FEW_WARPS if is_few else MANY_WARPS
+    warps = FEW_WARPS if heads == FEWEST_HEADS else MANY_WARPS
     options = launch_options(device)
     _decode[(num_parts * blocks,)](
         *descriptors(queries, pages, heads, copied), pages, *pages.stride()[:2], page_table,

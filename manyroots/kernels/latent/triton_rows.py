@@ -21,6 +21,8 @@ HEADS = 8
 """Heads of a query per program."""
 READ = 8
 """Rows of a program that reads."""
+JOINED = 32
+"""Keys of a program that joins their two parts."""
 
 
 def padded(size: int, least: int = 1) -> int:
@@ -227,4 +229,42 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
         PAGE_SIZE=pages.shape[1], LATENT=latent, WIDTH=width, WIDTH_POW=padded(width), ROWS=READ,
         IS_FP8=pages.dtype is torch.uint8, **launch_options(pages.device),
     )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _join(
+    own, shared, out, num_keys, own_row, own_head, shared_row,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, NOPE_POW: tl.constexpr,
+    ROPE_POW: tl.constexpr, KEYS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    head = tl.program_id(0)
+    key = tl.program_id(1).to(tl.int64) * KEYS + tl.arange(0, KEYS)
+    is_key = (key < num_keys)[:, None]
+    to = out + (key * NUM_HEADS + head)[:, None] * (NOPE + ROPE)
+    d = tl.arange(0, NOPE_POW)[None, :]
+    is_own = is_key & (d < NOPE)
+    x = tl.load(own + key[:, None] * own_row + head * own_head + d, mask=is_own, other=0.0)
+    tl.store(to + d, x, mask=is_own)
+    if ROPE:
+        e = tl.arange(0, ROPE_POW)[None, :]
+        is_shared = is_key & (e < ROPE)
+        y = tl.load(shared + key[:, None] * shared_row + e, mask=is_shared, other=0.0)
+        tl.store(to + NOPE + e, y, mask=is_shared)
+
+
+def join_keys(own: Tensor, shared: Tensor) -> Tensor:
+    """Keys [keys, heads, nope + rope]: each head's own part [keys, heads, nope] and the part that
+    all heads share [keys, rope]."""
+    num_keys, heads, nope = own.shape
+    rope = shared.shape[1]
+    out = torch.empty(num_keys, heads, nope + rope, dtype=own.dtype, device=own.device)
+    if num_keys:
+        _join[(heads, -(-num_keys // JOINED))](
+            own, shared, out, num_keys, *own.stride()[:2], shared.stride(0), NUM_HEADS=heads,
+            NOPE=nope, ROPE=rope, NOPE_POW=padded(nope), ROPE_POW=padded(rope), KEYS=JOINED,
+            **launch_options(own.device),
+        )  # fmt: skip
     return out

@@ -227,6 +227,19 @@ def test_f07_absorbed_products_with_every_adapter(
             assert_close("lora", ours(x, weight, nope, own), naive(x, weight, nope, own), dtype)
 
 
+@pytest.mark.parametrize("rope", [ROPE, 0])
+@pytest.mark.parametrize("num_keys", [0, 1, 70])
+def test_f07_keys_have_a_part_of_their_own_and_a_shared_one(num_keys: int, rope: int) -> None:
+    """F07: of views of wider products."""
+    own = randn(num_keys, HEADS, NOPE + V)[..., :NOPE]
+    shared = randn(num_keys, LATENT + rope, seed=1)[:, LATENT:]
+    keys = fast.join_keys(own, shared)
+    assert torch.equal(keys, reference.join_keys(own, shared))
+    assert torch.equal(keys[..., :NOPE], own)
+    for head in range(HEADS):
+        assert torch.equal(keys[:, head, NOPE:], shared)
+
+
 def test_f07_a_product_and_what_an_adapter_adds_are_rounded_once() -> None:
     """F07: an adapter that takes back 31 of 32 parts; what the product alone would lose by rounding
     is a tenth of what is left."""

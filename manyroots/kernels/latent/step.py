@@ -100,9 +100,9 @@ class LatentStep:
 
     @cached_property
     def pieces(self) -> tuple[ExpandedPiece, ...]:
-        """All keys that prompts see, in pieces of at most MAX_KEYS. Only sequences with more keys are
-        divided; each piece of one has the keys of no other sequence. So the pieces that some token
-        attends to are neighbours, and all are of the same tokens."""
+        """All keys that prompts see, in pieces of at most MAX_KEYS. Only sequences with more keys
+        are divided; each piece of one has the keys of no other sequence. So the pieces that some
+        token attends to are neighbours, and all are of the same tokens."""
         return tuple(self._pieces())
 
     def _pieces(self) -> Iterator[ExpandedPiece]:

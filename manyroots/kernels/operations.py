@@ -16,7 +16,7 @@ from torch import Tensor
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.blocks import BlockMatrix
-from manyroots.kernels.compressed.inputs import GroupPart, KeyRows
+from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm
 from manyroots.kernels.compressed.step import RowsStep
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
@@ -98,10 +98,24 @@ class AttentionOps(Protocol):
 class CompressedOps(Protocol):
     def write_rows(self, rows: Tensor, pages: Tensor, slot_mapping: SlotMapping) -> None: ...
     def rotate_last(self, x: Tensor, angles: Any, *, back: bool) -> Tensor: ...
-    def compress(
-        self, pages: Tensor, sources: Tensor, part: GroupPart, angles: Any, tokens: Tensor
+    def normed_write(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        angles: Any,
+        norm: RowNorm,
+        pages: Tensor,
+        slot_mapping: SlotMapping,
     ) -> Tensor: ...
-    def write_entries(self, entries: Tensor, pages: Tensor, slots: Tensor) -> None: ...
+    def compress(
+        self,
+        pages: Tensor,
+        entries: Tensor,
+        parts: tuple[GroupPart, ...],
+        of_tokens: RowsStep,
+        of_entries: RowsStep,
+        angles: Any,
+    ) -> None: ...
     def choose_entries(
         self, q: Tensor, weights: Tensor, pages: Tensor, step: RowsStep, num_chosen: int
     ) -> Tensor: ...

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manyroots.kernels.compressed.inputs import GroupPart, KeyRows
+from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm
 from manyroots.kernels.compressed.step import RowsStep
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
@@ -90,17 +90,8 @@ class _Compressor:
         kernels, groups = self._kernels.compressed, self._groups
         both = self.rows(x, step).finished(self._kernels).to(self._dtype)
         kernels.write_rows(both[:, : self._num_numbers], pages, of_tokens.slot_mapping)
-        closed = of_tokens.closed(groups.size, groups.span)
-        if len(closed.tokens):
-            found = [
-                kernels.compress(
-                    pages, closed.sources, one.part, step.ropes[groups.rope], closed.tokens
-                )
-                for one in self._parts
-            ]
-            kernels.write_entries(
-                torch.cat(found, dim=1), entries, of_entries.slots_of(closed.tokens)
-            )
+        parts = tuple(one.part for one in self._parts)
+        kernels.compress(pages, entries, parts, of_tokens, of_entries, step.ropes[groups.rope])
         if groups.index is None or self.queries is None:
             return None
         index = groups.index
@@ -153,8 +144,8 @@ class CompressedAttention:
         self.out_b = Linear(
             spec.out_groups * spec.out_rank, {"": hidden}, context, bias=False, side=Side.INPUT
         )
-        self._q_norm, self._kv_norm = context.empty(spec.q_rank), context.empty(dim)
-        self._head_norm = torch.ones(dim, dtype=context.dtype, device=context.device)
+        self._q_norm = context.empty(spec.q_rank)
+        self._kv_norm = RowNorm(context.empty(dim), spec.norm_eps)
         self._sinks = torch.empty(heads, dtype=torch.float32, device=context.device)
 
     @property
@@ -166,15 +157,14 @@ class CompressedAttention:
         spec, kernels, norm = self._spec, self._kernels.compressed, self._kernels.norm
         x = whole_rows(x)
         steps: tuple[RowsStep, ...] = tuple(step.memories[family] for family in self._families)
-        angles, eps = step.ropes[spec.rope], spec.norm_eps
+        angles = step.ropes[spec.rope]
         both = self.first(x, step).finished(self._kernels).to(self._dtype)
-        latents = norm.rms_norm(both[:, : spec.q_rank].contiguous(), self._q_norm, eps)
-        kv = norm.rms_norm(both[:, spec.q_rank :].contiguous(), self._kv_norm, eps)
-        kv = kernels.rotate_last(kv[:, None], angles, back=False)[:, 0]
-        kernels.write_rows(kv, memory[0], steps[0].slot_mapping)
+        latents = norm.rms_norm(both[:, : spec.q_rank].contiguous(), self._q_norm, spec.norm_eps)
         q = self.q(latents, step).finished(self._kernels).to(self._dtype)
-        q = norm.rms_norm(q.view(-1, spec.head_dim), self._head_norm, eps)
-        q = kernels.rotate_last(q.view(len(x), spec.num_heads, -1), angles, back=False)
+        q = kernels.normed_write(
+            q.view(len(q), spec.num_heads, -1), both[:, spec.q_rank :], angles, self._kv_norm,
+            memory[0], steps[0].slot_mapping,
+        )  # fmt: skip
         entries, chosen = None, None
         if self.compressor is not None:
             own, own_steps = (memory[1], memory[2]), (steps[1], steps[2])
@@ -202,7 +192,7 @@ class CompressedAttention:
         yield from self.out_a.weights(f"{name}.o_a_proj")
         yield from self.out_b.weights(f"{name}.o_b_proj")
         yield f"{name}.q_a_norm.weight", Fill(self._q_norm)
-        yield f"{name}.kv_norm.weight", Fill(self._kv_norm)
+        yield f"{name}.kv_norm.weight", Fill(self._kv_norm.weight)
         yield f"{name}.sinks", Fill(self._sinks, 0, self._shard)
         if self.compressor is not None:
             yield from self.compressor.weights(name)

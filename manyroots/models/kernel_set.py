@@ -28,6 +28,8 @@ from manyroots.models.spec import ModelSpec
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
 LEAST_STATE_SIDE, MOST_STATE_SIDE = 16, 256
+MOST_ROW = 512
+"""Numbers of a row that is key and value of compressed attention; they are rotated in pairs."""
 EXPERT_SIDE = 8
 """Experts' sides must be multiples of this, so that rows are whole 16-byte loads."""
 
@@ -71,7 +73,13 @@ def _why_not(mixer: MixerSpec) -> str | None:
         case MambaSpec():
             sides = {"head": mixer.head_dim, "state": mixer.state_dim}
         case CompressedSpec():
-            return "there are none for compressed groups of tokens yet"
+            dims = {"heads": mixer.head_dim}
+            if mixer.groups is not None and mixer.groups.index is not None:
+                dims["index's heads"] = mixer.groups.index.head_dim
+            for what, dim in dims.items():
+                if dim % 2 or dim > MOST_ROW:
+                    return f"its {what} have {dim} dimensions"
+            return None
         case ShortConvSpec() | LatentSpec():
             return None
         case _:

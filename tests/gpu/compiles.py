@@ -61,11 +61,13 @@ MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 NUM_MULTIPROCESSORS = 132
 NUM_LAYERS = 4
 """One of each kind, of the models that are named here."""
+MOST_EXPERTS = 64
+"""With all of DeepSeek's the weights would not fit into most machines' memory."""
 NUM_ADAPTERS, MAX_LEN = 2, 4096
 DEFAULT_RANK = 16
 MODELS = (
     "qwen3-8b", "qwen3-8b+r64", "qwen3-8b+fp8", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b",
-    "deepseek-v2-lite",
+    "deepseek-v2-lite", "deepseek-v4-flash-6-layers",
 )  # fmt: skip
 
 
@@ -124,6 +126,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
 
+def _batched_product(x: Tensor, weights: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:2], weights.shape[2])
+
+
 def _scaled_product(
     x: Tensor, turned: Tensor, *_: Any, out_dtype: torch.dtype, **__: Any
 ) -> Tensor:
@@ -164,6 +170,7 @@ def for_hopper() -> Iterator[Compiled]:
             (F, "linear", _product),
             (F, "embedding", _lookup),
             (torch, "_scaled_mm", _scaled_product),
+            (torch, "bmm", _batched_product),
             (worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
             (adapter_runtime, "AdapterPool", partial(AdapterPool, is_transposed=False)),
             (Graphs, "capture_all", _all_steps),
@@ -190,6 +197,8 @@ def _write(name: str, folder: Path) -> Path:
     home = write_config(name, folder)
     described = json.loads((home / "config.json").read_text())
     described["num_hidden_layers"] = NUM_LAYERS
+    if described.get("n_routed_experts", 0) > MOST_EXPERTS:
+        described["n_routed_experts"] = MOST_EXPERTS
     (home / "config.json").write_text(json.dumps(described))
     return home
 
@@ -210,6 +219,7 @@ def compile_model(name: str, folder: Path) -> Compiled:
         "dtype": "bfloat16",
         "quantization": "fp8" if "fp8" in options else "auto",
         "max_model_len": MAX_LEN,
+        "block_size": 128 if "deepseek-v4" in config else 16,  # a page holds groups whole
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "num_gpu_blocks_override": 512,

@@ -26,7 +26,7 @@ KINDS = (
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
     "llama-int8", "granite", "smollm3", "mixtral", "olmo2", "olmo3", "phi3", "glm4-moe-norm",
     "gemma2", "nemotron-h", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "minicpm3",
-    "kimi-linear", "deepseek-v3-fp8-block", "deepseek-v32", "glm-moe-dsa",
+    "kimi-linear", "deepseek-v3-fp8-block", "deepseek-v32", "glm-moe-dsa", "deepseek-v4",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -85,6 +85,20 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **_INDEX,
         "index_head_dim": 64,
     },
+    "deepseek-v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 64,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "o_lora_rank": 32,
+        **_INDEX,
+        "index_head_dim": 128,
+        "hc_mult": 4,
+        "sliding_window": 20,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+    },
     "glm4-moe-lite": {**_FEW_EXPERTS, "q_lora_rank": 64, **_LATENT_SIZES},
     "kimi-linear": {
         "moe_intermediate_size": 128,
@@ -130,7 +144,7 @@ _ODD_SIZES: dict[str, dict[str, Any]] = {
 }
 _ATTENTION = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "q_a_proj", "q_b_proj",
-    "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj",
+    "kv_a_proj_with_mqa", "kv_b_proj", "wq_b", "wk", "weights_proj", "kv_proj", "o_b_proj",
 )  # fmt: skip
 _MLP = (
     "gate_proj", "up_proj", "down_proj", "gate_up_proj", "input_linear", "output_linear", "w1",

@@ -43,6 +43,14 @@ HYBRIDS = {
     "latent.latent_read": "minicpm3",
     "latent.join_keys": "minicpm3",
     "latent.attend_piece": "minicpm3",
+    "compressed.write_rows": "deepseek-v4",
+    "compressed.rotate_last": "deepseek-v4",
+    "compressed.normed_write": "deepseek-v4",
+    "compressed.compress": "deepseek-v4",
+    "compressed.attend_rows": "deepseek-v4",
+    "hyper.read_streams": "deepseek-v4",
+    "hyper.write_streams": "deepseek-v4",
+    "hyper.join_streams": "deepseek-v4",
 }
 """By kernel that a dense model does not call: one that does."""
 OF_FP8 = ("scaled_gemm.linear", "scaled_gemm.in_fp8")

@@ -30,6 +30,14 @@ class GroupPart:
 
 
 @dataclass(frozen=True, slots=True)
+class RowNorm:
+    """The norm of a token's row; queries have the same without a weight."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRows:
     """Rows that queries attend to."""
 

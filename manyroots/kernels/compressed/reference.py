@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.compressed.inputs import GroupPart, KeyRows
+from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm
 from manyroots.kernels.compressed.step import RowsStep
 from manyroots.kernels.norm.reference import rms_norm
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
@@ -37,42 +37,63 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     return torch.cat((x[..., :whole], pairs.flatten(-2).to(x.dtype)), dim=-1)
 
 
-def compress(
-    pages: Tensor, sources: Tensor, part: GroupPart, angles: RopeTable, tokens: Tensor
+def normed_write(
+    q: Tensor,
+    kv: Tensor,
+    angles: RopeTable,
+    norm: RowNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
 ) -> Tensor:
-    """One vector [groups, dim] of each entry, normalised and rotated. `sources` [groups, span]: as
-    in `ClosedGroups`, in pages [num_pages, page_size, width] that are counted row by row. `angles`:
-    those of the step's tokens by their groups' first positions; `tokens` [groups]: which of them
-    end the groups."""
+    """Write kv [tokens, dim] into pages [num_pages, page_size, dim], normalised and rotated.
+    Returns q [tokens, heads, dim] with each head normalised, without a weight, and rotated."""
+    rows = rms_norm(kv.float(), norm.weight.float(), norm.eps)
+    write_rows(rotate_last(rows[:, None], angles, back=False)[:, 0], pages, slot_mapping)
+    heads = rms_norm(q.float(), torch.ones(q.shape[2], device=q.device), norm.eps)
+    return rotate_last(heads, angles, back=False).to(q.dtype)
+
+
+def compress(
+    pages: Tensor,
+    entries: Tensor,
+    parts: tuple[GroupPart, ...],
+    of_tokens: RowsStep,
+    of_entries: RowsStep,
+    angles: RopeTable,
+) -> None:
+    """Write the entries of groups that end in this step. Reads rows of tokens in pages [num_pages,
+    page_size, width]; an entry in [num_pages, entries of a page, width] has the vectors of all
+    `parts`, each normalised and rotated. `angles`: of the step's tokens, by their groups' first
+    positions."""
     rows = pages.flatten(0, 1)
+    size = of_entries.group
+    closed = of_tokens.closed(size, size * parts[0].num_series)
+    to = of_entries.slot_mapping
+    for token, own in zip(closed.tokens.tolist(), closed.sources.tolist(), strict=True):
+        page, offset = int(to.pages[token]), int(to.offsets[token])
+        if page < 0:
+            continue
+        cos, sin = angles.cos[token], angles.sin[token]
+        found = [_rotated(_mean(rows, own, part), cos, sin, False) for part in parts]
+        entries[page, offset // size] = torch.cat(found).to(entries.dtype)
+
+
+def _mean(rows: Tensor, slots: list[int], part: GroupPart) -> Tensor:
+    """One vector [dim] of an entry, normalised."""
     size, dim, series = part.bias.shape[0], part.dim, part.num_series
-    found = []
-    for own in sources.tolist():
-        vectors, weights = [], []
-        for place, slot in enumerate(own):
-            if slot < 0:
-                continue
-            begin = place // size * dim
-            at = part.first + begin
-            gate = at + series * dim
-            vectors.append(rows[slot, at : at + dim].float())
-            bias = part.bias[place % size, begin : begin + dim]
-            weights.append(rows[slot, gate : gate + dim].float() + bias)
-        shares = torch.stack(weights).softmax(0)
-        mean = (torch.stack(vectors) * shares).sum(0, keepdim=True)
-        found.append(rms_norm(mean, part.norm.float(), part.eps)[0])
-    if not found:
-        return pages.new_empty(0, dim)
-    entries = torch.stack(found)
-    return _rotated(entries, angles.cos[tokens], angles.sin[tokens], False).to(pages.dtype)
-
-
-def write_entries(entries: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Entries [groups, width] into pages [num_pages, entries of a page, width], whose entries are
-    counted over all pages."""
-    size = pages.shape[1]
-    for entry, slot in zip(entries, slots.tolist(), strict=True):
-        pages[slot // size, slot % size] = entry.to(pages.dtype)
+    vectors, weights = [], []
+    for place, slot in enumerate(slots):
+        if slot < 0:
+            continue
+        begin = place // size * dim
+        at = part.first + begin
+        gate = at + series * dim
+        vectors.append(rows[slot, at : at + dim].float())
+        bias = part.bias[place % size, begin : begin + dim]
+        weights.append(rows[slot, gate : gate + dim].float() + bias)
+    shares = torch.stack(weights).softmax(0)
+    mean = (torch.stack(vectors) * shares).sum(0, keepdim=True)
+    return rms_norm(mean, part.norm.float(), part.eps)[0]
 
 
 def choose_entries(

@@ -54,28 +54,19 @@ class ClosedGroups:
     before the sequence begins."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RowsStep:
-    """What the layers of one family read of a step."""
+    """What the layers of one family read of a step. The tensors are those of `StepRows`; decoding
+    sequences come first."""
 
-    def __init__(
-        self,
-        *,
-        page_table: Tensor,
-        context_lens: Tensor,
-        num_decodes: int,
-        slot_mapping: SlotMapping,
-        page_size: int,
-        group: int,
-        prompts: PromptLens | None,
-    ) -> None:
-        """The tensors are those of `StepRows`; decoding sequences come first. `group`: tokens that
-        a row stands for."""
-        self.slot_mapping = slot_mapping
-        self.page_table = page_table
-        self.group = group
-        self._lens, self._num_decodes = context_lens, num_decodes
-        self._page_size, self._prompts = page_size, prompts
-        self._closed: dict[tuple[int, int], ClosedGroups] = {}
+    page_table: Tensor
+    context_lens: Tensor
+    num_decodes: int
+    slot_mapping: SlotMapping
+    page_size: int
+    group: int
+    """Tokens that a row stands for."""
+    prompts: PromptLens | None
 
     @cached_property
     def sequences(self) -> tuple[SequenceTokens, ...]:
@@ -90,14 +81,14 @@ class RowsStep:
 
     @cached_property
     def _host_lens(self) -> Int64s:
-        decodes = self._lens[: self._num_decodes].cpu().numpy().astype(np.int64)
-        prompts = self._prompts
+        decodes = self.context_lens[: self.num_decodes].cpu().numpy().astype(np.int64)
+        prompts = self.prompts
         return decodes if prompts is None else np.concatenate((decodes, prompts.context_lens))
 
     @cached_property
     def _counts(self) -> Int64s:
-        ones = np.ones(self._num_decodes, np.int64)
-        prompts = self._prompts
+        ones = np.ones(self.num_decodes, np.int64)
+        prompts = self.prompts
         return ones if prompts is None else np.concatenate((ones, prompts.num_queries))
 
     @cached_property
@@ -115,7 +106,7 @@ class RowsStep:
     def slots(self, seqs: Tensor, positions: Tensor) -> Tensor:
         """int64: where rows lie, counted over all pages: of the tokens at `positions`, or of their
         groups."""
-        size = self._page_size
+        size = self.page_size
         pages = self.page_table[seqs, positions // size].long()
         return pages * (size // self.group) + positions % size // self.group
 
@@ -127,29 +118,29 @@ class RowsStep:
     def may_exceed(self, count: int) -> bool:
         """Whether a token may see more tokens than these. A GPU is not asked for the lengths of
         sequences that decode: what their pages could hold counts."""
-        prompts = self._prompts
+        prompts = self.prompts
         if prompts is not None and bool((prompts.context_lens > count).any()):
             return True
-        if not self._num_decodes:
+        if not self.num_decodes:
             return False
         if self.page_table.is_cuda:
-            return self.page_table.shape[1] * self._page_size > count
-        return bool((self._lens[: self._num_decodes] > count).any())
+            return self.page_table.shape[1] * self.page_size > count
+        return bool((self.context_lens[: self.num_decodes] > count).any())
 
     @cached_property
     def token_seqs(self) -> Tensor:
         """int64 [tokens]: each token's sequence."""
         device = self.page_table.device
-        if self._prompts is None:
-            return torch.arange(self._num_decodes, device=device)
+        if self.prompts is None:
+            return torch.arange(self.num_decodes, device=device)
         return torch.from_numpy(self._host_seqs).to(device)
 
     @cached_property
     def token_lens(self) -> Tensor:
         """int32 [tokens]: how many tokens each token sees, itself included."""
-        lens, prompts = self._lens, self._prompts
+        lens, prompts = self.context_lens, self.prompts
         if prompts is None:
-            return lens[: self._num_decodes]
+            return lens[: self.num_decodes]
         before_last = np.cumsum(self._counts).repeat(self._counts) - 1
         before_last = (before_last - np.arange(len(before_last))).astype(np.int32)
         return lens[self.token_seqs] - torch.from_numpy(before_last).to(lens.device)
@@ -158,8 +149,8 @@ class RowsStep:
     def most_rows(self) -> int:
         """Rows that a sequence has at most. A GPU is not asked for the lengths of sequences that
         decode: what their pages could hold counts."""
-        if self._num_decodes and self.page_table.is_cuda:
-            return self.page_table.shape[1] * self._page_size // self.group
+        if self.num_decodes and self.page_table.is_cuda:
+            return self.page_table.shape[1] * self.page_size // self.group
         return int(self._host_lens.max(initial=0)) // self.group
 
     def slots_chosen(self, numbers: Tensor) -> Tensor:
@@ -183,11 +174,9 @@ class RowsStep:
             self._closed[key] = ClosedGroups(torch.from_numpy(tokens).to(device), sources)
         return self._closed[key]
 
-    def slots_of(self, tokens: Tensor) -> Tensor:
-        """int64: where the rows lie that stand for these tokens of the step."""
-        seqs = torch.from_numpy(self._host_seqs).to(tokens.device)[tokens]
-        positions = torch.from_numpy(self._host_positions).to(tokens.device)[tokens]
-        return self.slots(seqs, positions)
+    @cached_property
+    def _closed(self) -> dict[tuple[int, int], ClosedGroups]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.compressed.inputs import GroupPart, KeyRows
+from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm
 from manyroots.kernels.compressed.step import RowsStep, SequenceTokens
 from manyroots.kernels.norm.torch_ops import rms_norm
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
@@ -45,16 +45,53 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     return torch.cat((x[..., :whole], pairs.flatten(-2)), dim=-1)
 
 
-def compress(
-    pages: Tensor, sources: Tensor, part: GroupPart, angles: RopeRows, tokens: Tensor
+def normed_write(
+    q: Tensor,
+    kv: Tensor,
+    angles: RopeRows,
+    norm: RowNorm,
+    pages: Tensor,
+    slot_mapping: SlotMapping,
 ) -> Tensor:
-    """One vector [groups, dim] of each entry, normalised and rotated. `sources` [groups, span]: as
-    in `ClosedGroups`, in pages [num_pages, page_size, width] that are counted row by row. `angles`:
-    those of the step's tokens by their groups' first positions; `tokens` [groups]: which of them
-    end the groups."""
+    """Write kv [tokens, dim] into pages [num_pages, page_size, dim], normalised and rotated.
+    Returns q [tokens, heads, dim] with each head normalised, without a weight, and rotated."""
+    rows = rms_norm(kv.contiguous(), norm.weight, norm.eps)
+    write_rows(rotate_last(rows[:, None], angles, back=False)[:, 0], pages, slot_mapping)
+    heads = rms_norm(q.flatten(0, 1), q.new_ones(q.shape[2]), norm.eps)
+    return rotate_last(heads.view_as(q), angles, back=False)
+
+
+def compress(
+    pages: Tensor,
+    entries: Tensor,
+    parts: tuple[GroupPart, ...],
+    of_tokens: RowsStep,
+    of_entries: RowsStep,
+    angles: RopeRows,
+) -> None:
+    """Write the entries of groups that end in this step. Reads rows of tokens in pages [num_pages,
+    page_size, width]; an entry in [num_pages, entries of a page, width] has the vectors of all
+    `parts`, each normalised and rotated. `angles`: of the step's tokens, by their groups' first
+    positions."""
+    size = of_entries.group
+    closed = of_tokens.closed(size, size * parts[0].num_series)
+    if not len(closed.tokens):
+        return
+    rows = pages.flatten(0, 1)[closed.sources.clamp(min=0)]
+    is_there = (closed.sources >= 0).unsqueeze(-1)
+    cos, sin = angles.cos[closed.tokens, 0], angles.sin[closed.tokens, 0]
+    cos = cos[..., : sin.shape[-1]]
+    found = [
+        _rotated(_means(rows, is_there, part).to(pages.dtype), cos, sin, False) for part in parts
+    ]
+    to, offsets = of_entries.slot_mapping.pages, of_entries.slot_mapping.offsets
+    at = SlotMapping(to[closed.tokens], offsets[closed.tokens] // size)
+    write_rows(torch.cat(found, dim=1), entries, at)
+
+
+def _means(rows: Tensor, is_there: Tensor, part: GroupPart) -> Tensor:
+    """One vector of each entry [groups, dim], normalised, of rows [groups, span, width]."""
     size, dim, series = part.bias.shape[0], part.dim, part.num_series
-    is_there = (sources >= 0).unsqueeze(-1)
-    rows = pages.flatten(0, 1)[sources.clamp(min=0)]
     vectors, weights = [], []
     for number in range(series):
         own = rows[:, number * size : (number + 1) * size]
@@ -66,16 +103,7 @@ def compress(
     # What is not there must be no number's neighbour: 0 times NaN is NaN.
     numbers = torch.cat(vectors, dim=1).float().masked_fill(~is_there, 0.0)
     shares = torch.cat(weights, dim=1).masked_fill(~is_there, -torch.inf).softmax(1)
-    entries = rms_norm((numbers * shares).sum(1).to(pages.dtype), part.norm, part.eps)
-    cos, sin = angles.cos[tokens, 0], angles.sin[tokens, 0]
-    return _rotated(entries, cos[..., : sin.shape[-1]], sin, False)
-
-
-def write_entries(entries: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Entries [groups, width] into pages [num_pages, entries of a page, width], whose entries are
-    counted over all pages."""
-    size = pages.shape[1]
-    pages.index_put_((slots // size, slots % size), entries)
+    return rms_norm((numbers * shares).sum(1).to(rows.dtype), part.norm, part.eps)
 
 
 def choose_entries(

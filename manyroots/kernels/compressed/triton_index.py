@@ -1,9 +1,10 @@
 """The rows that queries choose by an index, in Triton. Same signature as `reference.py`.
 
 A kernel scores rows for one query: a product over heads, its positive part, and their weighted sum.
-It writes one whole number for each row, greater for a greater score and, of equal scores, for an
+It writes one whole number for each row, smaller for a greater score and, of equal scores, for an
 earlier row. All of a query's numbers differ: torch's `topk` has no ties to break, and chooses what
-the reference chooses.
+the reference chooses. A row's own number is in the lower half, so that zeros are numbers of rows,
+too: kernels that are only compiled leave zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
 ROWS = 64
 """Rows that a program scores."""
-NONE = tl.constexpr(-(1 << 63))
+NONE = tl.constexpr((1 << 63) - 1)
 
 
 @triton.jit
@@ -57,7 +58,7 @@ def _rank(
     # Both zeros are equal. Bits of positive numbers grow with them, those of negative ones shrink.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    rank = bits.to(tl.int64) * (1 << 32) + (0x7FFFFFFF - n)
+    rank = (-1 - bits.to(tl.int64)) * (1 << 32) + n
     tl.store(to, tl.where(ok, rank, NONE), mask=n < num_rows)
 
 
@@ -84,7 +85,7 @@ def choose_entries(
             HEADS=heads, DIM=dim, HEADS_POW=padded(heads, LEAST), DIM_POW=padded(dim, LEAST),
             PAGE_ROWS=keys.shape[1], ROWS=ROWS, num_warps=4, **launch_options(q.device),
         )  # fmt: skip
-        best = ranks.topk(chosen.shape[1], dim=1).values
-        numbers = 0x7FFFFFFF - (best & 0xFFFFFFFF)
-        chosen[first : first + count] = torch.where(best == NONE.value, -1, numbers)
+        best = ranks.topk(chosen.shape[1], dim=1, largest=False).values
+        numbers = torch.where(best == NONE.value, -1, best & 0xFFFFFFFF)
+        chosen[first : first + count] = numbers
     return chosen

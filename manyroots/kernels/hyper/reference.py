@@ -1,4 +1,4 @@
-"""Hyper-connections with torch's operators, in float32 where weights are computed.
+"""Hyper-connections with torch's operators, in float32.
 
 The residual is n streams [tokens, n, hidden]. Weights are products of all of a token's streams,
 normalised. The mixing matrix is made doubly stochastic by dividing columns and rows by their sums
@@ -40,9 +40,8 @@ def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
 
 def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
     """The streams after a half of a layer gave `output` [tokens, hidden]."""
-    dtype = streams.dtype
-    mixed = torch.matmul(read.mix.to(dtype).transpose(1, 2), streams)
-    return read.post.to(dtype)[..., None] * output.to(dtype)[:, None] + mixed
+    mixed = torch.matmul(read.mix.transpose(1, 2), streams.float())
+    return (read.post[..., None] * output.float()[:, None] + mixed).to(streams.dtype)
 
 
 def join_streams(streams: Tensor, weights: HyperWeights) -> Tensor:

@@ -1,5 +1,194 @@
-"""The plain way: a few operators for each half of a layer."""
+"""Hyper-connections in Triton. Same signatures as `reference.py`.
 
-from manyroots.kernels.hyper.reference import join_streams, read_streams, write_streams
+A first kernel multiplies a token's streams by the weights, in slices of the streams, and adds up
+their squares. A second one adds up the slices, makes the mixing matrix, which stays in registers,
+and reads the streams. Both compute in float32: tf32x3 is three products of tensor cores, whose sum
+has float32's precision.
+"""
 
-__all__ = ["join_streams", "read_streams", "write_streams"]
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+from manyroots.kernels.latent.triton_rows import padded
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+
+LEAST = 16
+"""Smallest size of each dimension of a matrix instruction."""
+INNER = 64
+"""Numbers of a stream in one iteration of a product."""
+PROGRAMS = 264
+"""Of a product: two for each multiprocessor."""
+WIDTH = 1024
+"""Numbers of each stream that a program reads or writes."""
+
+
+@triton.jit
+def _numbers(
+    streams, product, out, num_tokens, per_slice, size,
+    COUNT: tl.constexpr, COUNT_POW: tl.constexpr, BLOCK_T: tl.constexpr, INNER: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A slice's part of each product, then of the sum of squares."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    part = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n = tl.arange(0, COUNT_POW)
+    acc = tl.zeros((BLOCK_T, COUNT_POW), tl.float32)
+    squares = tl.zeros((BLOCK_T,), tl.float32)
+    ok = (t < num_tokens)[:, None]
+    row = streams + t.to(tl.int64) * size
+    last = tl.minimum(size, (part + 1) * per_slice)
+    for begin in range(part * per_slice, last, INNER):
+        k = begin + tl.arange(0, INNER)
+        is_number = (k < last)[None, :]
+        x = tl.load(row[:, None] + k[None, :], mask=ok & is_number, other=0.0).to(tl.float32)
+        at = product + n[:, None] * size + k[None, :]
+        w = tl.load(at, mask=(n < COUNT)[:, None] & is_number, other=0.0)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="tf32x3")
+        squares += tl.sum(x * x, axis=1)
+    to = out + (part * num_tokens + t) * (COUNT + 1)
+    tl.store(to[:, None] + n[None, :], acc, mask=ok & (n < COUNT)[None, :])
+    tl.store(to + COUNT, squares, mask=t < num_tokens)
+
+
+@triton.jit
+def _sum_of_slices(numbers, token, num_tokens, n, is_there, NUM: tl.constexpr, COUNT: tl.constexpr):
+    """Numbers `n` (a block) of a token, over all slices."""
+    total = tl.zeros(n.shape, tl.float32)
+    for part in range(NUM):
+        at = numbers + (part * num_tokens + token) * (COUNT + 1) + n
+        total += tl.load(at, mask=is_there, other=0.0)
+    return total
+
+
+@triton.jit
+def _read(
+    streams, numbers, scale, base, rows, post, mix, num_tokens, norm_eps, eps,
+    STREAMS: tl.constexpr, POW: tl.constexpr, HIDDEN: tl.constexpr, COUNT: tl.constexpr,
+    NUM: tl.constexpr, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr, IS_END: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    one = tl.arange(0, 1)
+    squares = _sum_of_slices(numbers, token, num_tokens, one + COUNT, one >= 0, NUM, COUNT)
+    factor = tl.sum(tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps), axis=0)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.zeros((WIDTH,), tl.float32)
+    for stream in tl.static_range(STREAMS):
+        number = _sum_of_slices(numbers, token, num_tokens, one + stream, one >= 0, NUM, COUNT)
+        own = number * factor * tl.load(scale) + tl.load(base + stream)
+        share = 1.0 / (1.0 + tl.exp(-own)) + eps
+        at = streams + (token * STREAMS + stream) * HIDDEN + d
+        row += share * tl.load(at, mask=d < HIDDEN, other=0.0).to(tl.float32)
+    tl.store(rows + token * HIDDEN + d, row.to(rows.dtype.element_ty), mask=d < HIDDEN)
+    if not IS_END:
+        if tl.program_id(1) == 0:
+            i = tl.arange(0, POW)
+            is_stream = i < STREAMS
+            given = _sum_of_slices(numbers, token, num_tokens, STREAMS + i, is_stream, NUM, COUNT)
+            given = given * factor * tl.load(scale + 1)
+            given += tl.load(base + STREAMS + i, mask=is_stream, other=0.0)
+            tl.store(post + token * STREAMS + i, 2.0 / (1.0 + tl.exp(-given)), mask=is_stream)
+            n = 2 * STREAMS + i[:, None] * STREAMS + i[None, :]
+            is_there = is_stream[:, None] & is_stream[None, :]
+            matrix = _sum_of_slices(numbers, token, num_tokens, n, is_there, NUM, COUNT)
+            matrix = matrix * factor * tl.load(scale + 2)
+            matrix += tl.load(base + n, mask=is_there, other=0.0)
+            matrix = tl.where(is_there, matrix, float("-inf"))
+            # Of rows that are only padding the largest is no number to subtract.
+            largest = tl.where(is_stream, tl.max(matrix, axis=1), 0.0)
+            matrix = tl.exp(matrix - largest[:, None])
+            whole = tl.where(is_stream, tl.sum(matrix, axis=1), 1.0)
+            matrix = tl.where(is_there, matrix / whole[:, None] + eps, 0.0)
+            for turn in range(2 * ITERATIONS - 1):
+                by_column = tl.where(is_stream, tl.sum(matrix, axis=0), 1.0) + eps
+                by_row = tl.where(is_stream, tl.sum(matrix, axis=1), 1.0) + eps
+                sums = tl.where(turn % 2 == 0, by_column[None, :], by_row[:, None])
+                matrix = matrix / sums
+            to = mix + (token * STREAMS + i[:, None]) * STREAMS + i[None, :]
+            tl.store(to, matrix, mask=is_there)
+
+
+@triton.jit
+def _write(
+    streams, output, post, mix, out,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    ok = d < HIDDEN
+    own = tl.load(output + token * HIDDEN + d, mask=ok, other=0.0).to(tl.float32)
+    for to in tl.static_range(STREAMS):
+        row = own * tl.load(post + token * STREAMS + to)
+        for stream in tl.static_range(STREAMS):
+            at = streams + (token * STREAMS + stream) * HIDDEN + d
+            share = tl.load(mix + (token * STREAMS + stream) * STREAMS + to)
+            row += share * tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        at = out + (token * STREAMS + to) * HIDDEN + d
+        tl.store(at, row.to(out.dtype.element_ty), mask=ok)
+
+
+def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
+    """What a half of a layer reads of streams [tokens, n, hidden]."""
+    tokens, count, hidden = streams.shape
+    device = streams.device
+    post = torch.empty(tokens, count, dtype=torch.float32, device=device)
+    mix = torch.empty(tokens, count, count, dtype=torch.float32, device=device)
+    return HyperRead(_read_of(streams, weights, post, mix), post, mix)
+
+
+def join_streams(streams: Tensor, weights: HyperWeights) -> Tensor:
+    """[tokens, hidden]: what the model's last norm reads."""
+    return _read_of(streams, weights, None, None)
+
+
+def _read_of(
+    streams: Tensor, weights: HyperWeights, post: Tensor | None, mix: Tensor | None
+) -> Tensor:
+    tokens, count, hidden = streams.shape
+    device, size = streams.device, count * hidden
+    num_numbers = len(weights.base)
+    block = min(64, padded(tokens, LEAST))
+    blocks = -(-tokens // block)
+    most = -(-size // (2 * INNER))
+    per_slice = -(-size // max(1, min(most, PROGRAMS // blocks)))
+    per_slice = -(-per_slice // INNER) * INNER
+    slices = -(-size // per_slice)
+    numbers = torch.empty(slices, tokens, num_numbers + 1, dtype=torch.float32, device=device)
+    _numbers[(slices, blocks)](
+        streams, weights.product, numbers, tokens, per_slice, size, COUNT=num_numbers,
+        COUNT_POW=padded(num_numbers, LEAST), BLOCK_T=block, INNER=INNER, num_warps=4,
+        **launch_options(device),
+    )  # fmt: skip
+    rows = torch.empty(tokens, hidden, dtype=streams.dtype, device=device)
+    width = min(WIDTH, padded(hidden))
+    _read[(tokens, -(-hidden // width))](
+        streams, numbers, weights.scale, weights.base, rows, rows if post is None else post,
+        rows if mix is None else mix, tokens, weights.norm_eps, weights.eps, STREAMS=count,
+        POW=padded(count), HIDDEN=hidden, COUNT=num_numbers, NUM=slices,
+        ITERATIONS=weights.num_iterations, WIDTH=width, IS_END=mix is None, num_warps=4,
+        **launch_options(device),
+    )  # fmt: skip
+    return rows
+
+
+def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
+    """The streams after a half of a layer gave `output` [tokens, hidden]."""
+    tokens, count, hidden = streams.shape
+    out = torch.empty(tokens, count, hidden, dtype=streams.dtype, device=streams.device)
+    width = min(WIDTH, padded(hidden))
+    _write[(tokens, -(-hidden // width))](
+        streams, output.contiguous(), read.post, read.mix, out, STREAMS=count, HIDDEN=hidden,
+        WIDTH=width, num_warps=4, **launch_options(streams.device),
+    )  # fmt: skip
+    return out

@@ -256,6 +256,8 @@ class TokenRows:
     """Numbers of a row by which queries choose rows."""
     num_chosen: int | None = None
     """Rows that a query chooses at most; None: all."""
+    read_every: int = 1
+    """Tokens of which one alone reads rows: the last one of a group."""
 
     def in_dtype(self, dtype: str) -> TokenRows:
         raise ConfigError(
@@ -269,7 +271,7 @@ class TokenRows:
     def units_read(self, context: float) -> float:
         seen = min(context, self.window or context)
         if self.num_chosen is None:
-            return seen
+            return seen / self.read_every
         index = self.index_width / self.width
         return seen * index + min(seen, self.num_chosen * self.group) * (1.0 - index)
 

@@ -401,7 +401,8 @@ class CompressedSpec:
             groups.index_dim,
             None if groups.index is None else groups.index.num_chosen,
         )
-        return keys, TokenRows(2 * groups.num_series * width, groups.span), entries
+        open_groups = TokenRows(2 * groups.num_series * width, groups.span, read_every=groups.size)
+        return keys, open_groups, entries
 
     def cut(self, divide: Divide) -> CompressedSpec:
         return replace(

@@ -98,3 +98,15 @@ def test_q02_experts_in_mxfp4_are_read_as_they_are(tmp_path: Path) -> None:
     read = 24 * expected_experts(experts, 8) * 3 * 2880 * 2880
     less = plain.weight_bytes(8) - line.weight_bytes(8)
     assert less == pytest.approx(read * (2 - 17 / 32))
+
+
+def test_f10_a_step_reads_a_window_all_keys_of_the_index_and_the_chosen_entries(
+    tmp_path: Path,
+) -> None:
+    """F10: of DeepSeek V4's layers. Rows of an open group are read once for each group, so a step
+    reads its share of them."""
+    line = _roofline("deepseek-v4-flash-6-layers", tmp_path)
+    windows = 6 * 128 * 512
+    sparse = 2 * (8000 * 128 + 512 * 512 + 2 * 4 * (512 + 128))
+    heavy = 2 * (250 * 512 + 2 * 512)
+    assert line.row_bytes(32_000) == pytest.approx(2 * (windows + sparse + heavy))

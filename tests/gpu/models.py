@@ -285,7 +285,10 @@ def _decide_experts(path: Path) -> None:
     routers = [
         tensor for name, tensor in tensors.items()
         if name.endswith(
-            ("mlp.gate.weight", "moe.gate.weight", "router.weight", "router.layer.weight")
+            (
+                "mlp.gate.weight", "ffn.gate.weight", "moe.gate.weight", "router.weight",
+                "router.layer.weight",
+            )
         )
     ]  # fmt: skip
     wants = torch.full((VOCAB, len(routers[0])), -6.0)

@@ -167,7 +167,8 @@ def attend_rows(
         *((0, 0) if chosen is None else (chosen.stride(0), chosen.shape[1])), *q.stride()[:2],
         HEADS=heads, DIM=dim, DIM_POW=padded(dim, LEAST), WINDOW=keys.window or 0,
         PAGE_SIZE=step.page_size, GROUP=0 if entries is None else entries.step.group,
-        IS_CHOSEN=chosen is not None, BLOCK_H=block, BLOCK_T=16 if is_exact else TOKENS, NUM_SPLITS=parts,
-        num_warps=4 if block <= 16 else 8, num_stages=2, **launch_options(device),
+        IS_CHOSEN=chosen is not None, BLOCK_H=block, BLOCK_T=16 if is_exact else TOKENS,
+        NUM_SPLITS=parts, num_warps=4 if block <= 16 else 8, num_stages=2,
+        **launch_options(device),
     )  # fmt: skip
     return out

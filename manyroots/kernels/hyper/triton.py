@@ -140,7 +140,7 @@ def _write(
 
 def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
     """What a half of a layer reads of streams [tokens, n, hidden]."""
-    tokens, count, hidden = streams.shape
+    tokens, count, _ = streams.shape
     device = streams.device
     post = torch.empty(tokens, count, dtype=torch.float32, device=device)
     mix = torch.empty(tokens, count, count, dtype=torch.float32, device=device)

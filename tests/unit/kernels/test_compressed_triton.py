@@ -61,7 +61,7 @@ def steps(*groups: int, decodes: list[int], prompts: PromptLens | None) -> list[
                 group=group,
                 prompts=prompts,
                 slot_mapping=SlotMapping(pages, int32(*(offset for _, offset in at))),
-            )  # fmt: skip
+            )
         )
     return made
 

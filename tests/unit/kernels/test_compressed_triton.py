@@ -121,7 +121,7 @@ def test_f10_groups_that_end_are_compressed_as_by_the_reference(
             randn(size, series * dim, seed=first),
             randn(dim, dtype=dtype, seed=dim),
             1e-5,
-        )  # fmt: skip
+        )
         for first, dim in zip((0, 2 * series * dims[0]), dims, strict=True)
     )
     width = 2 * series * sum(dims)

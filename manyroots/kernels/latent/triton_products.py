@@ -21,6 +21,8 @@ LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
 PROGRAMS = 128
 """Fewest programs, if a head's tiles can be made small enough."""
+ONE_TILE = 16384
+"""Of few rows, a program's weights up to this many are one tile: all are requested early."""
 RANKS = 16
 """Ranks that a program expands at once."""
 
@@ -189,6 +191,8 @@ def _multiply(
         block_n //= 2
     block_m = padded(min(64, num_rows), LEAST)
     most_k = 128 if x.element_size() == 2 else 32
+    if block_m == LEAST and x.element_size() == 2 and padded(k_size) * block_n <= ONE_TILE:
+        most_k = k_size
     _by_head[(-(-n_size // block_n), heads, -(-num_rows // block_m))](
         x, weight, out, num_rows, *x.stride()[:2], *strides, *out.stride()[:2], K_SIZE=k_size,
         N_SIZE=n_size, REST=rest, REST_POW=padded(rest), BLOCK_M=block_m, BLOCK_N=block_n,

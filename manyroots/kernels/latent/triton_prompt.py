@@ -1,8 +1,8 @@
 """Prompt attention of latent models in Triton: queries over a piece of expanded keys and values.
 
 Same signatures as `reference.py`. A program takes a block of queries of one head and loops over
-their visible tokens tile by tile. It masks only tiles that some query sees in part. Keys are read
-in two pieces, because the width of a tile is a power of two and 192 is not.
+their visible tokens tile by tile. It masks only tiles that some query sees in part. Keys whose
+dimension is no power of two, as 192, are read in two pieces.
 `triton_hopper_prompt.py` takes the inputs that it supports.
 """
 
@@ -23,6 +23,8 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 LOG2_E = math.log2(math.e)
 LEAST = 16
 """Inner dimension of a matrix instruction."""
+MANY_VALUES = 128
+"""Dimensions of values; a program of four warps holds the sums of more for 64 queries only."""
 MERGED = 16
 """Rows of heads of a merging program."""
 
@@ -36,7 +38,6 @@ def _over_tiles(
     """Accumulate the keys [begin, end) into the best score, the sum of weights and the sum of
     values. MASKED: some query does not see all of them."""
     d = tl.arange(0, WIDE)
-    e = WIDE + tl.arange(0, NARROW)
     f = tl.arange(0, VALUE_POW)
     for at in range(begin, end, BLOCK_T):
         t = at + tl.arange(0, BLOCK_T)
@@ -44,12 +45,14 @@ def _over_tiles(
         ok = (t < num_keys)[:, None]
         keys_at = k + row[:, None] * k_row
         wide_keys = tl.load(keys_at + d[None, :], mask=ok & (d < KEY_DIM)[None, :], other=0.0)
-        narrow_keys = tl.load(keys_at + e[None, :], mask=ok & (e < KEY_DIM)[None, :], other=0.0)
         values = tl.load(
             v + row[:, None] * v_row + f[None, :], mask=ok & (f < VALUE_DIM)[None, :], other=0.0
         )
         scores = tl.dot(wide, tl.trans(wide_keys), input_precision="ieee")
-        scores = tl.dot(narrow, tl.trans(narrow_keys), scores, input_precision="ieee")
+        if NARROW:
+            e = WIDE + tl.arange(0, NARROW)
+            narrow_keys = tl.load(keys_at + e[None, :], mask=ok & (e < KEY_DIM)[None, :], other=0.0)
+            scores = tl.dot(narrow, tl.trans(narrow_keys), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(t[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1) * scale)
@@ -91,10 +94,12 @@ def _prompt(
     is_query = (i < num_queries)[:, None]
     query_at = q + row[:, None] * q_row + head * q_head
     d = tl.arange(0, WIDE)
-    e = WIDE + tl.arange(0, NARROW)
     f = tl.arange(0, VALUE_POW)
     wide = tl.load(query_at + d[None, :], mask=is_query & (d < KEY_DIM)[None, :], other=0.0)
-    narrow = tl.load(query_at + e[None, :], mask=is_query & (e < KEY_DIM)[None, :], other=0.0)
+    narrow = wide
+    if NARROW:
+        e = WIDE + tl.arange(0, NARROW)
+        narrow = tl.load(query_at + e[None, :], mask=is_query & (e < KEY_DIM)[None, :], other=0.0)
     best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, VALUE_POW), tl.float32)
@@ -135,14 +140,16 @@ def attend_piece(
     sums = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
     wide = 1 << (key_dim.bit_length() - 1)
     is_small = q.dtype != torch.float32
-    block_q = 64 if is_small else 32
+    block_q, num_warps = (64, 4) if is_small else (32, 4)
+    if is_small and value_dim > MANY_VALUES and piece.max_queries > block_q:
+        block_q, num_warps = 128, 8  # so large tiles are read half as often
     _prompt[(heads, -(-piece.max_queries // block_q), piece.first_seen.shape[0])](
         q, k, v, piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
         scale * LOG2_E, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], NUM_HEADS=heads,
         KEY_DIM=key_dim, VALUE_DIM=value_dim, WIDE=max(LEAST, wide),
-        NARROW=padded(key_dim - wide, LEAST),
-        VALUE_POW=padded(value_dim, LEAST), BLOCK_Q=block_q,
-        BLOCK_T=64 if is_small else 16, num_warps=4, num_stages=2, **launch_options(q.device),
+        NARROW=0 if key_dim == wide else padded(key_dim - wide, LEAST),
+        VALUE_POW=padded(value_dim, LEAST), BLOCK_Q=block_q, BLOCK_T=64 if is_small else 16,
+        num_warps=num_warps, num_stages=2, **launch_options(q.device),
     )  # fmt: skip
     return out, sums
 

@@ -71,6 +71,17 @@ class _Sequence:
     assembler: TextAssembler
 
 
+@dataclass(slots=True)
+class _NotedAdapter:
+    """What a caller said of a name."""
+
+    path: str
+    number: int | None = None
+    """The number that it came with last."""
+    published: object = None
+    """Its content, if it came from memory."""
+
+
 class LLM:
     """A model, loaded and ready. Keyword arguments are the server's flags, in vLLM's names and
     SGLang's, too."""
@@ -110,12 +121,9 @@ class LLM:
         self._missed: list[Output] = []
         """What came while no call read outputs."""
         self._adapters = {
-            module.name: LoRARequest(module.name, lora_path=module.path)
-            for module in resolved.lora.lora_modules
+            module.name: _NotedAdapter(module.path) for module in resolved.lora.lora_modules
         }
-        """What each name was last said to be."""
-        self._published: dict[str, object] = {}
-        """Those that came from memory."""
+        """What each name was last said to be: `wake_up` tells it to a new engine."""
 
     def _build(self) -> None:
         with Display(is_on=self._settings.model.progress_bars) as display, told_to(display):
@@ -301,8 +309,7 @@ class LLM:
         """
         load = LoadLora(next(self._ids), AdapterName(name), str(path), pinned, load_inplace)
         reply = self._ask(load)
-        self._published.pop(name, None)
-        self._adapters[name] = LoRARequest(name, lora_path=str(path))
+        self._adapters[name] = _NotedAdapter(str(path))
         return reply
 
     def publish_adapter(
@@ -314,13 +321,11 @@ class LLM:
         this returns."""
         adapter = memory_adapter(tensors, config)
         reply = self._ask(PublishLora(next(self._ids), AdapterName(name), adapter, pinned))
-        self._published[name] = adapter
-        self._adapters[name] = LoRARequest(name, lora_path=reply.path)
+        self._adapters[name] = _NotedAdapter(reply.path, published=adapter)
         return reply
 
     def unload_adapter(self, name: str) -> LoraReply:
         """Forget an adapter; gives what was freed."""
-        self._published.pop(name, None)
         self._adapters.pop(name, None)
         return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
 
@@ -341,19 +346,19 @@ class LLM:
         before gets what is there now: so a loop that trains says that it has other weights."""
         for name, request in adapters_by_name(requests).items():
             known = self._adapters.get(name)
-            path = str(request.lora_path or (known.lora_path if known else ""))
+            path = str(request.lora_path or (known.path if known else ""))
             number = request.lora_int_id
             is_other = known is not None and (
-                path != known.lora_path
-                or (number is not None and known.lora_int_id not in (None, number))
+                path != known.path or (number is not None and known.number not in (None, number))
             )
             if is_other or request.load_inplace:
                 self.load_adapter(name, path, load_inplace=True)
             elif known is None:
                 self._loop.note_adapter(LoraModule(name, path))
+                self._adapters[name] = _NotedAdapter(path)
             if number is None and known is not None:
-                number = known.lora_int_id
-            self._adapters[name] = LoRARequest(name, number, path)
+                number = known.number
+            self._adapters[name].number = number
         return [None if item is None else AdapterName(item.lora_name) for item in requests]
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -396,12 +401,11 @@ class LLM:
         self._build()
         if self._weights is not None:
             self.update_weights(self._weights)
-        for adapter in self._adapters.values():
-            if (published := self._published.get(adapter.lora_name)) is not None:
-                name = AdapterName(adapter.lora_name)
-                self._ask(PublishLora(next(self._ids), name, published))
+        for name, adapter in self._adapters.items():
+            if adapter.published is not None:
+                self._ask(PublishLora(next(self._ids), AdapterName(name), adapter.published))
             else:
-                self._loop.note_adapter(LoraModule(adapter.lora_name, adapter.lora_path))
+                self._loop.note_adapter(LoraModule(name, adapter.path))
 
     def _control(self, kind: ControlKind, path: str = "") -> None:
         control = Control(next(self._ids), kind, path)

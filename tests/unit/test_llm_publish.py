@@ -56,6 +56,10 @@ def test_a05_tensors_in_memory_are_served_and_equal_their_files(
     llm.load_adapter("other", tiny.path("other"))
     assert answer(llm, "other")[0] == tiny.greedy(PROMPT, "other", 8)
     assert answer(llm, "policy")[0] == tiny.greedy(PROMPT, "step5", 8)
+    # A new engine is told of it, too.
+    llm.sleep()
+    llm.wake_up()
+    assert answer(llm, "policy")[0] == tiny.greedy(PROMPT, "step5", 8)
     llm.close()
 
 

@@ -20,9 +20,12 @@ from manyroots.models.weights.experts import per_expert
 def transformers_model(own: Decoder, source: ModelSource) -> Any:
     """transformers' model with the numbers of ours."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = AutoConfig.for_model(**source.config.to_dict())
-    model = AutoModelForCausalLM.from_config(config, dtype=own.dtype)
+    with no_init_weights():  # all are copied; drawing random ones takes seconds
+        model = AutoModelForCausalLM.from_config(config, dtype=own.dtype)
+    model.tie_weights()
     model.to(own.device).eval()
     copy_numbers(model, own)
     return model

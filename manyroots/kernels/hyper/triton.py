@@ -19,10 +19,10 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 
 LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
-INNER = 64
-"""Numbers of a stream in one iteration of a product."""
-PROGRAMS = 264
-"""Of a product: two for each multiprocessor."""
+INNER, INNER_OF_MANY = 128, 64
+"""Numbers of a stream in one iteration of a product; fewer of many tokens."""
+PROGRAMS = 528
+"""Of a product: four for each multiprocessor."""
 WIDTH = 1024
 """Numbers of each stream that a program reads or writes."""
 
@@ -58,49 +58,45 @@ def _numbers(
 
 
 @triton.jit
-def _sum_of_slices(numbers, token, num_tokens, n, is_there, NUM: tl.constexpr, COUNT: tl.constexpr):
-    """Numbers `n` (a block) of a token, over all slices."""
-    total = tl.zeros(n.shape, tl.float32)
-    for part in range(NUM):
-        at = numbers + (part * num_tokens + token) * (COUNT + 1) + n
-        total += tl.load(at, mask=is_there, other=0.0)
-    return total
-
-
-@triton.jit
 def _read(
-    streams, numbers, scale, base, rows, post, mix, num_tokens, norm_eps, eps,
+    streams, numbers, scale, base, rows, post, mix, num_tokens, num_slices, norm_eps, eps,
     STREAMS: tl.constexpr, POW: tl.constexpr, HIDDEN: tl.constexpr, COUNT: tl.constexpr,
-    NUM: tl.constexpr, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr, IS_END: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SLICES_POW: tl.constexpr, ITERATIONS: tl.constexpr, WIDTH: tl.constexpr,
+    IS_END: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    one = tl.arange(0, 1)
-    squares = _sum_of_slices(numbers, token, num_tokens, one + COUNT, one >= 0, NUM, COUNT)
-    factor = tl.sum(tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps), axis=0)
+    part = tl.arange(0, SLICES_POW)
+    is_slice = part < num_slices
+    # All slices at once: one after the other, each would wait for memory.
+    own = numbers + (part * num_tokens + token) * (COUNT + 1)
+    squares = tl.sum(tl.load(own + COUNT, mask=is_slice, other=0.0), axis=0)
+    factor = tl.rsqrt(squares / (STREAMS * HIDDEN) + norm_eps)
+    i = tl.arange(0, POW)
+    is_stream = i < STREAMS
+    seen = is_slice[:, None] & is_stream[None, :]
+    pre = tl.sum(tl.load(own[:, None] + i[None, :], mask=seen, other=0.0), axis=0)
+    pre = pre * factor * tl.load(scale) + tl.load(base + i, mask=is_stream, other=0.0)
+    shares = 1.0 / (1.0 + tl.exp(-pre)) + eps
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.zeros((WIDTH,), tl.float32)
     for stream in tl.static_range(STREAMS):
-        number = _sum_of_slices(numbers, token, num_tokens, one + stream, one >= 0, NUM, COUNT)
-        own = number * factor * tl.load(scale) + tl.load(base + stream)
-        share = 1.0 / (1.0 + tl.exp(-own)) + eps
+        share = tl.sum(tl.where(i == stream, shares, 0.0), axis=0)
         at = streams + (token * STREAMS + stream) * HIDDEN + d
         row += share * tl.load(at, mask=d < HIDDEN, other=0.0).to(tl.float32)
     tl.store(rows + token * HIDDEN + d, row.to(rows.dtype.element_ty), mask=d < HIDDEN)
     if not IS_END:
         if tl.program_id(1) == 0:
-            i = tl.arange(0, POW)
-            is_stream = i < STREAMS
-            given = _sum_of_slices(numbers, token, num_tokens, STREAMS + i, is_stream, NUM, COUNT)
-            given = given * factor * tl.load(scale + 1)
+            given = tl.load(own[:, None] + (STREAMS + i)[None, :], mask=seen, other=0.0)
+            given = tl.sum(given, axis=0) * factor * tl.load(scale + 1)
             given += tl.load(base + STREAMS + i, mask=is_stream, other=0.0)
             tl.store(post + token * STREAMS + i, 2.0 / (1.0 + tl.exp(-given)), mask=is_stream)
             n = 2 * STREAMS + i[:, None] * STREAMS + i[None, :]
             is_there = is_stream[:, None] & is_stream[None, :]
-            matrix = _sum_of_slices(numbers, token, num_tokens, n, is_there, NUM, COUNT)
-            matrix = matrix * factor * tl.load(scale + 2)
+            in_slices = is_slice[:, None, None] & is_there[None, :, :]
+            parts = tl.load(own[:, None, None] + n[None, :, :], mask=in_slices, other=0.0)
+            matrix = tl.sum(parts, axis=0) * factor * tl.load(scale + 2)
             matrix += tl.load(base + n, mask=is_there, other=0.0)
             matrix = tl.where(is_there, matrix, float("-inf"))
             # Of rows that are only padding the largest is no number to subtract.
@@ -109,10 +105,12 @@ def _read(
             whole = tl.where(is_stream, tl.sum(matrix, axis=1), 1.0)
             matrix = tl.where(is_there, matrix / whole[:, None] + eps, 0.0)
             for turn in range(2 * ITERATIONS - 1):
-                by_column = tl.where(is_stream, tl.sum(matrix, axis=0), 1.0) + eps
-                by_row = tl.where(is_stream, tl.sum(matrix, axis=1), 1.0) + eps
-                sums = tl.where(turn % 2 == 0, by_column[None, :], by_row[:, None])
-                matrix = matrix / sums
+                if turn % 2 == 0:
+                    by_column = tl.where(is_stream, tl.sum(matrix, axis=0), 1.0) + eps
+                    matrix = matrix / by_column[None, :]
+                else:
+                    by_row = tl.where(is_stream, tl.sum(matrix, axis=1), 1.0) + eps
+                    matrix = matrix / by_row[:, None]
             to = mix + (token * STREAMS + i[:, None]) * STREAMS + i[None, :]
             tl.store(to, matrix, mask=is_there)
 
@@ -160,22 +158,23 @@ def _read_of(
     num_numbers = len(weights.base)
     block = min(64, padded(tokens, LEAST))
     blocks = -(-tokens // block)
-    most = -(-size // (2 * INNER))
+    inner = INNER if block == LEAST else INNER_OF_MANY
+    most = -(-size // inner)
     per_slice = -(-size // max(1, min(most, PROGRAMS // blocks)))
-    per_slice = -(-per_slice // INNER) * INNER
+    per_slice = -(-per_slice // inner) * inner
     slices = -(-size // per_slice)
     numbers = torch.empty(slices, tokens, num_numbers + 1, dtype=torch.float32, device=device)
     _numbers[(slices, blocks)](
         streams, weights.product, numbers, tokens, per_slice, size, COUNT=num_numbers,
-        COUNT_POW=padded(num_numbers, LEAST), BLOCK_T=block, INNER=INNER, num_warps=4,
+        COUNT_POW=padded(num_numbers, LEAST), BLOCK_T=block, INNER=inner, num_warps=4,
         **launch_options(device),
     )  # fmt: skip
     rows = torch.empty(tokens, hidden, dtype=streams.dtype, device=device)
     width = min(WIDTH, padded(hidden))
     _read[(tokens, -(-hidden // width))](
         streams, numbers, weights.scale, weights.base, rows, rows if post is None else post,
-        rows if mix is None else mix, tokens, weights.norm_eps, weights.eps, STREAMS=count,
-        POW=padded(count), HIDDEN=hidden, COUNT=num_numbers, NUM=slices,
+        rows if mix is None else mix, tokens, slices, weights.norm_eps, weights.eps, STREAMS=count,
+        POW=padded(count), HIDDEN=hidden, COUNT=num_numbers, SLICES_POW=padded(slices),
         ITERATIONS=weights.num_iterations, WIDTH=width, IS_END=mix is None, num_warps=4,
         **launch_options(device),
     )  # fmt: skip

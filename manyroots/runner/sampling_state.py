@@ -137,7 +137,7 @@ class SamplingState:
         self, rows: Int32s, indices: Int64s, table_rows: Int32s | None = None
     ) -> dict[str, np.ndarray]:
         """What these rows ask of a step that draws their token number `indices`: the fields of
-        `SamplingRows` by name. `table_rows`: where the tables have it; None for the same rows."""
+        `SamplingRows` by name. `table_rows`: of their counts and masks; None for the same rows."""
         temperature, repetition, frequency, presence = self._floats.take(rows, axis=1)
         top_p, min_p = self._shares.take(rows, axis=1)
         top_k, num_biases, num_stops, num_top = self._counts.take(rows, axis=1)
@@ -147,6 +147,7 @@ class SamplingState:
             num_stops[(indices >= self._min_tokens[rows]) | has_mask] = 0
         return {
             "table_rows": (rows if table_rows is None else table_rows).astype(np.int64),
+            "request_rows": rows.astype(np.int64),
             "temperature": temperature,
             "top_k": top_k,
             "top_p": top_p,
@@ -163,38 +164,28 @@ class SamplingState:
         }
 
     def begin_drafts(self, drafts: Mapping[int, DraftTables]) -> None:
-        """Write the tables of the positions after each guess: what the row asks for, and counts
-        as if the guesses up to there had been said. All rows at once: the device idles."""
-        tables = self.tables
-        wanted = {
-            "biases": ([r for r in drafts if self._num_biases[r]], ("bias_ids", "biases")),
-            "stops": ([r for r in drafts if self._num_stops[r]], ("stop_ids",)),
-            "counts": ([r for r in drafts if self.params[r].has_penalties], ("counts",)),
-        }
-        arrays: dict[str, np.ndarray] = {}
-        for kind, (rows, _) in wanted.items():
-            if rows:
-                there = [drafts[row][1] for row in rows]
-                arrays[f"{kind} to"] = np.concatenate(there).astype(np.int64)
-                arrays[f"{kind} from"] = np.repeat(np.array(rows, np.int64), list(map(len, there)))
-        said = [(drafts[row][1][place:], token)
-                for row in wanted["counts"][0]
-                for place, token in enumerate(drafts[row][0].tolist())]  # fmt: skip
-        if said:
-            rows_after = np.concatenate([after for after, _ in said]).astype(np.int64)
-            tokens = np.repeat([token for _, token in said], [len(after) for after, _ in said])
-            arrays["said"] = rows_after * tables.counts.shape[1] + tokens
-        if not arrays:
+        """Write the counts of the positions after each guess, as if the guesses up to there had
+        been said. All rows at once: the device idles meanwhile."""
+        counts = self.tables.counts
+        counted = [row for row in drafts if self.params[row].has_penalties]
+        if not counted:
             return
-        sent = send(arrays, tables.counts.device)
-        for kind, (rows, names) in wanted.items():
-            for name in names if rows else ():
-                table = getattr(tables, name)
-                table.index_copy_(
-                    0, sent[f"{kind} to"], table.index_select(0, sent[f"{kind} from"])
-                )
-        if said:
-            self._count_once(sent["said"])
+        there = [drafts[row][1].astype(np.int64) for row in counted]
+        # A guess counts at its own position and at all after it.
+        said = [
+            (after[place:], token)
+            for row, after in zip(counted, there, strict=True)
+            for place, token in enumerate(drafts[row][0].tolist())
+        ]
+        tokens = np.repeat([token for _, token in said], [len(after) for after, _ in said])
+        arrays = {
+            "to": np.concatenate(there),
+            "from": np.repeat(np.array(counted, np.int64), [len(after) for after in there]),
+            "said": np.concatenate([after for after, _ in said]) * counts.shape[1] + tokens,
+        }
+        sent = send(arrays, counts.device)
+        counts.index_copy_(0, sent["to"], counts.index_select(0, sent["from"]))
+        self._count_once(sent["said"])
 
     def count(self, tokens: Mapping[int, Int32s]) -> None:
         """Tokens of these rows were sampled after guesses, and are right: count them as their

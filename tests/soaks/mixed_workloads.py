@@ -1,6 +1,7 @@
 """Everything at once through real engines around tiny models, each request against itself alone.
 
     python -m tests.soaks.mixed_workloads --requests 3000 [--seed 0] [--jobs 1] [--state FILE]
+                                          [--speculate]
 
 A seed draws a model (full attention, windows, states), how little memory each tier has, and a
 workload: prompts that share and part, samplings of every kind, drafts, adapters that are loaded,
@@ -12,6 +13,12 @@ events of an engine is what its cache has. Each answer must be what the same req
 an engine that reuses nothing (tokens, text, log-probabilities). In the end nothing may be held, and
 closed engines leave no thread and no open file. A failure gives its seed; where storage is slow,
 the same seed may go another way the next time.
+
+With --speculate every seed drafts, each ten seeds have another mix of families, all of them in
+turn, and models with a prediction layer use it in every second seed. Most other seeds guess what a
+request says alone, with wrong tokens among it. The engine that answers a request alone never
+drafts, so that answers with and without drafts are compared. Then --compared is the number of
+answers, in place of --requests.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import redis
 import torch
 
@@ -61,7 +69,9 @@ from manyroots.messages import (
     UnloadLora,
 )  # fmt: skip
 from manyroots.sampling import SamplingParams
-from manyroots.step import Runner, TokenLogprobs
+from manyroots.scheduler.request import Request
+from manyroots.scheduler.suffixes import NO_TOKENS
+from manyroots.step import Int32s, Runner, TokenLogprobs
 from manyroots.store.backends.files import Files
 from manyroots.store.backends.redis import Redis
 from manyroots.store.sources.sources import AdapterSources
@@ -70,6 +80,7 @@ from manyroots.text.assembler import TextAssembler
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.helpers.adapter_folders import Recipe, write_adapter
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.prediction_layers import add_prediction
 from tests.helpers.quick_tiers import worth_loading
 from tests.helpers.storm_folders import storm_folder
 from tests.soaks.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
@@ -84,6 +95,11 @@ MIXES = (
     "full", "five to one", "full and window", "sinks and experts", "convolutions", "delta nets",
     "mamba", "mamba beside attention",
 )  # fmt: skip
+PREDICTING = (
+    "latents and sigmoids", "latents and few groups", "delta nets", "delta nets and experts",
+)  # fmt: skip
+"""Mixes whose models may have a prediction layer."""
+SEEDS_PER_MIX = 10
 INVOCATION = (7, 8)
 CONTENTS = {
     **ADAPTERS,
@@ -124,12 +140,18 @@ class Answer:
 class World:
     """A tiny model with two sets of weights, adapters for it, and what each request gives alone."""
 
-    def __init__(self, mix: str) -> None:
+    def __init__(self, mix: str, *, predicts: bool) -> None:
+        """`predicts`: whether the model has a prediction layer."""
         self.mix = mix
+        self.predicts = predicts
         self.folder = storm_folder("mixed")
         kind, changes = ALL_MIXES[mix]
+        if predicts and kind == "deepseek-v3":
+            changes = {**changes, "num_mtp_layers": 1}
         for seed, name in enumerate(WEIGHTS):
             save_tiny(self.folder / name, kind, seed=seed, vocab_size=VOCAB, **changes)
+            if predicts:
+                add_prediction(self.folder / name, is_right=True, seed=seed)
             tiny_backend().save(str(self.folder / name / "tokenizer.json"))
         decoder = load_tiny(self.folder / WEIGHTS[0])
         self.targets = decoder.adapter_targets()
@@ -157,6 +179,17 @@ class World:
         if key not in self._answers:
             self._answers[key] = self.engine(weights).ask(content, submit)
         return self._answers[key]
+
+    def warm_up(self) -> None:
+        """Start every thread of the engines that answer alone."""
+        for weights in WEIGHTS:
+            for content in (None, *CONTENTS):
+                for structure in (None, STRUCTURES[1]):
+                    sampling = SamplingParams(max_tokens=2, structured_outputs=structure)
+                    submit = Submit(
+                        RequestId(1), [5, 6, *INVOCATION, 9], None, sampling, 0, (), None
+                    )
+                    self.alone(weights, content, submit)
 
     def engine(self, weights: str) -> Alone:
         if weights not in self._cold:
@@ -219,8 +252,8 @@ def take(answer: Answer, assembler: TextAssembler, output: Output) -> bool:
 
 
 @functools.cache
-def world_of(mix: str) -> World:
-    return World(mix)
+def world_of(mix: str, *, predicts: bool = False) -> World:
+    return World(mix, predicts=predicts)
 
 
 # Faults
@@ -318,14 +351,46 @@ class Live:
     may_fail: bool = False
 
 
+class ToldDrafts:
+    """Guesses what each request says alone, with wrong tokens among it: text that repeats itself
+    is rare here, and guesses from it are seldom right."""
+
+    is_runner = False
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._rng = random.Random(0)
+
+    def guess(self, request: Request, most: int) -> Int32s:
+        live = self._driver.live.get(request.submit.request_id)
+        if live is None or len(live.contents) != 1:
+            return NO_TOKENS
+        [content] = live.contents
+        said = request.num_tokens - request.num_prompt_tokens
+        answer = self._driver.world.alone(live.weights, content, live.submit).tokens
+        told = [
+            token if self._rng.random() < 0.8 else self._rng.randrange(3, VOCAB)
+            for token in answer[said : said + most]
+        ]
+        return np.array(told, np.int32)
+
+    def ended(self, request: Request) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
 class Driver:
     """One engine, what it is asked, and what it said."""
 
     def __init__(
         self, world: World, rng: random.Random, weather: Weather, events_folder: Path | None,
-        **settings: Any,
+        *, is_told: bool = False, **settings: Any,
     ) -> None:  # fmt: skip
-        """`events_folder`: of the sockets that events are published on; None is nowhere."""
+        """`events_folder`: of the sockets that events are published on; None is nowhere. `is_told`:
+        whether guesses are what requests say alone."""
+        self.is_told = is_told
         self.world, self.rng, self.weather = world, rng, weather
         self.events_folder = events_folder
         self.settings = settings
@@ -360,6 +425,8 @@ class Driver:
         self.engine: Engine = build_engine(given, watch)
         self.loop = self.engine.loop
         self.scheduler: Any = self.loop._scheduler
+        if self.is_told:
+            self.scheduler.speculation.source = ToldDrafts(self)
         self.cache: Any = self.scheduler._cache
         if self.events_folder is not None:
             address = f"ipc://{self.events_folder}"
@@ -639,13 +706,20 @@ class Driver:
 class Workload:
     """What a seed asks of its engines, and in what order."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, speculates: bool) -> None:
+        """`speculates`: as --speculate."""
         self.rng = rng = random.Random(f"mixed {seed}")
-        self.world = world_of(rng.choice(MIXES))
+        self.speculates = speculates
+        mix = rng.choice(MIXES)
+        if speculates:
+            mix = tuple(ALL_MIXES)[seed // SEEDS_PER_MIX % len(ALL_MIXES)]
+        self.world = world_of(mix, predicts=speculates and mix in PREDICTING and seed % 2 == 0)
         self.weather = Weather(rng)
         self.told: Counter[str] = Counter()
         for weights in WEIGHTS:
             self.world.engine(weights)  # its threads are not the workload's
+        if speculates:
+            self.world.warm_up()  # nor are those that it starts when it is asked
         check_structure(STRUCTURES[0])  # one helper for all of this process, which stays
         if server_program():
             redis_server()
@@ -662,7 +736,14 @@ class Workload:
         self.settings = settings
         num_engines = 2 if self.has_storage and rng.random() < 0.4 else 1
         self.drivers = [
-            Driver(self.world, rng, self.weather, self._events_folder(number), **settings)
+            Driver(
+                self.world,
+                rng,
+                self.weather,
+                self._events_folder(number),
+                is_told=speculates and not self.world.predicts and seed % 4 != 0,
+                **settings,
+            )
             for number in range(num_engines)
         ]
         for driver in self.drivers:
@@ -689,7 +770,10 @@ class Workload:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": rng.choice((max_num_seqs, 9, 24, 64)),
             "kv_cache_memory_bytes": int(
-                num_pages * world.page_bytes * (1.3 if world.mix != "full" else 1)
+                num_pages
+                * world.page_bytes
+                * (1.3 if world.mix != "full" else 1)
+                * (1.8 if world.predicts else 1)  # the layer's own keys, and hidden states
                 + (max_num_seqs + num_checkpoints) * world.state_bytes
             ),
             "max_loras": max_loras,
@@ -724,9 +808,16 @@ class Workload:
         return settings
 
     def _drafts(self, rng: random.Random) -> dict[str, Any]:
-        """Guesses from earlier text, as short as one equal token, so that many are wrong."""
-        if rng.random() < 0.3:
+        """Guesses from earlier text, as short as one equal token, so that many are wrong; or of the
+        prediction layer."""
+        if rng.random() < 0.3 and not self.speculates:
             return {}
+        if self.world.predicts:
+            config = {
+                "method": "mtp", "num_speculative_tokens": rng.choice((1, 2, 4)),
+                "adaptive": rng.random() < 0.2,
+            }  # fmt: skip
+            return {"speculative_config": json.dumps(config)}
         config = {
             "method": "suffix", "num_speculative_tokens": rng.choice((1, 3, 8)),
             "prompt_lookup_min": rng.choice((1, 1, 2)), "adaptive": rng.random() < 0.2,
@@ -1042,16 +1133,18 @@ def held_by_process() -> tuple[list[str], int]:
 
 
 NUM_EVENTS = 60
+NUM_ANSWERS = 20
+"""Of a seed with --speculate: a model takes longer to make than to ask."""
 
 
 def run_seed(
-    seed: int, num_events: int = NUM_EVENTS, num_answers: int = 0
+    seed: int, num_events: int = NUM_EVENTS, num_answers: int = 0, *, speculates: bool = False
 ) -> tuple[dict[str, int], str | None]:
     """One workload: counts, and what was wrong."""
     logging.disable()  # what is made to fail says so
     try:
         with worth_loading():
-            workload = Workload(seed)
+            workload = Workload(seed, speculates=speculates)
             workload.run(num_events, num_answers)
     except Exception:
         return {}, traceback.format_exc()
@@ -1061,8 +1154,12 @@ def run_seed(
 
 
 def main(argv: list[str] | None = None) -> int:
-    what = "tests.soaks.mixed_workloads"
-    return command(what, run_seed, "requests", description=__doc__, argv=argv)
+    what, given = "tests.soaks.mixed_workloads", sys.argv[1:] if argv is None else list(argv)
+    if "--speculate" in given:
+        given.remove("--speculate")
+        run = functools.partial(run_seed, num_answers=NUM_ANSWERS, speculates=True)
+        return command(f"{what} --speculate", run, "compared", description=__doc__, argv=given)
+    return command(what, run_seed, "requests", description=__doc__, argv=given)
 
 
 if __name__ == "__main__":

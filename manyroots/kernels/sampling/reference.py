@@ -36,6 +36,7 @@ class _Row:
     """One row of `SamplingRows`, with the same names."""
 
     table_rows: int
+    request_rows: int
     temperature: float
     top_k: int
     top_p: float
@@ -79,14 +80,14 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 
 def _edited(own: Logits, row: _Row, tables: SamplingTables) -> Logits:
-    logits, at = own.copy(), row.table_rows
+    logits, at, asked = own.copy(), row.table_rows, row.request_rows
     for token, bias in zip(
-        tables.bias_ids[at, : row.num_biases].tolist(),
-        tables.biases[at, : row.num_biases].cpu().numpy(),
+        tables.bias_ids[asked, : row.num_biases].tolist(),
+        tables.biases[asked, : row.num_biases].cpu().numpy(),
         strict=True,
     ):
         logits[token] += bias
-    for token in tables.stop_ids[at, : row.num_stops].tolist():
+    for token in tables.stop_ids[asked, : row.num_stops].tolist():
         logits[token] = -np.inf
     if row.has_mask:
         words = tables.masks[at].cpu().numpy().view(np.uint32)

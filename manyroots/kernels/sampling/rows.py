@@ -2,7 +2,8 @@
 
 Small numbers travel with each step (`SamplingRows`). Large data, and data that changes on the
 device, is in tables by batch row (`SamplingTables`); a step's row names its table row. The last
-table row belongs to no request: padding, and rows that do not sample, name it and request nothing.
+batch row belongs to no request: padding, and rows that do not sample, name it and request nothing.
+Positions after a guess have counts and masks of their own, and their request's biases and stops.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ NO_FAULT, NOT_FINITE, ALL_FORBIDDEN, FAILED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class SamplingTables:
-    """One row per batch row, one unused row, and then rows for guessed positions."""
+    """One row per batch row, one unused row; counts and masks then have rows for guessed
+    positions."""
 
     counts: Tensor
     """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Valid
@@ -51,16 +53,16 @@ class SamplingTables:
         """`num_draft_rows`: most positions of one step that follow a guess. Each has its own row,
         which is written before the step."""
 
-        def table(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            num_rows = max_num_seqs + 1 + num_draft_rows
+        def table(width: int, dtype: torch.dtype = torch.int32, num_more: int = 0) -> Tensor:
+            num_rows = max_num_seqs + 1 + num_more
             return torch.zeros(num_rows, width, dtype=dtype, device=device)
 
         return cls(
-            counts=table(vocab),
+            counts=table(vocab, num_more=num_draft_rows),
             bias_ids=table(MAX_BIASES),
             biases=table(MAX_BIASES, torch.float32),
             stop_ids=table(MAX_STOPS),
-            masks=table(-(-vocab // 32)),
+            masks=table(-(-vocab // 32), num_more=num_draft_rows),
         )
 
 
@@ -72,7 +74,9 @@ class SamplingRows:
     """The sampling parameters of each row of a step; all [rows]."""
 
     table_rows: Tensor
-    """int64: the row's own in `tables`"""
+    """int64: the position's own in `tables`: its counts and its mask"""
+    request_rows: Tensor
+    """int64: its request's in `tables`: biases and stop ids"""
     temperature: Tensor
     """float32; 0 takes the most likely token"""
     top_k: Tensor

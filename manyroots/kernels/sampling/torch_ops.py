@@ -127,10 +127,11 @@ class _Choice:
 def edit(logits: Tensor, rows: SamplingRows, index: int) -> None:
     """Bias, minimum length, mask and penalties of one row, in place."""
     tables, at = rows.tables, int(rows.table_rows[index])
+    asked = int(rows.request_rows[index])
     if count := int(rows.num_biases[index]):
-        logits[tables.bias_ids[at, :count].long()] += tables.biases[at, :count]
+        logits[tables.bias_ids[asked, :count].long()] += tables.biases[asked, :count]
     if count := int(rows.num_stops[index]):
-        logits[tables.stop_ids[at, :count].long()] = -torch.inf
+        logits[tables.stop_ids[asked, :count].long()] = -torch.inf
     if rows.has_mask[index]:
         bits = np.unpackbits(tables.masks[at].numpy().view(np.uint8), bitorder="little")
         logits[torch.from_numpy(bits[: len(logits)]) == 0] = -torch.inf

@@ -30,6 +30,7 @@ class Asked(NamedTuple):
     """The tensors of a `SamplingRows` and of its tables, in this order."""
 
     table_rows: Any
+    request_rows: Any
     temperature: Any
     top_k: Any
     top_p: Any
@@ -82,6 +83,7 @@ class RowCuts(NamedTuple):
 @triton.jit
 def edits_of(asked, row, vocab):
     at = tl.load(asked.table_rows + row)
+    own = tl.load(asked.request_rows + row)
     repetition = tl.load(asked.repetition + row)
     frequency = tl.load(asked.frequency + row)
     presence = tl.load(asked.presence + row)
@@ -92,8 +94,8 @@ def edits_of(asked, row, vocab):
     return RowEdits(
         has_penalties | (num_biases > 0) | (num_stops > 0) | has_mask, has_penalties,
         repetition, frequency, presence, num_biases, num_stops, has_mask,
-        asked.counts + at * vocab, asked.bias_ids + at * _MAX_BIASES,
-        asked.biases + at * _MAX_BIASES, asked.stop_ids + at * _MAX_STOPS,
+        asked.counts + at * vocab, asked.bias_ids + own * _MAX_BIASES,
+        asked.biases + own * _MAX_BIASES, asked.stop_ids + own * _MAX_STOPS,
         asked.masks + at * ((vocab + 31) // 32),
     )  # fmt: skip
 

@@ -154,7 +154,7 @@ def test_a_row_that_leaves_takes_what_it_asked_for_with_it() -> None:
     blank = plain.state.arrays(np.array([1], np.int32), np.zeros(1, np.int64))
     left = state.arrays(np.array([0], np.int32), np.zeros(1, np.int64))
     for name, values in left.items():
-        assert name in ("table_rows", "seeds") or values[0] == blank[name][0], name
+        assert name in ("table_rows", "request_rows", "seeds") or values[0] == blank[name][0], name
 
 
 def test_scores_are_log_probabilities_with_ranks() -> None:

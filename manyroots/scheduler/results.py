@@ -188,11 +188,15 @@ class Results:
         if faults:
             is_left &= ~np.isin(step.rows, list(faults))
         if step.drafts:
-            is_left &= ~np.isin(step.rows, list(step.drafts))
-        places = np.cumsum(step.samples) - 1
+            is_left &= ~self._rows.are_among(step.rows, list(step.drafts))
+        # Lists: with guesses the device idles meanwhile.
+        rows, counts, tenancies = (
+            column.tolist() for column in (step.rows, step.num_tokens, step.tenancies)
+        )
+        places = (np.cumsum(step.samples) - 1).tolist()
         for index in (~is_left).nonzero()[0].tolist():
-            row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
-            request = self._departures.member(row, int(step.tenancies[index]))
+            row, num_tokens = rows[index], counts[index]
+            request = self._departures.member(row, tenancies[index])
             token = result.tokens[places[index] : places[index] + 1]
             if row in step.drafts:
                 # No plan was made since, so it runs, or it has ended.
@@ -261,7 +265,8 @@ class Results:
         drafts = DraftUse(len(step.drafts[row]), len(tokens) - 1)
         self._speculation.checked(request, drafts.num_draft_tokens, drafts.num_accepted_tokens)
         output = self._tell(request, tokens.tolist(), request.num_tokens, _logprobs(result, row))
-        output.notice = replace(output.notice or Notice(), drafts=drafts)
+        told = output.notice
+        output.notice = Notice(drafts=drafts) if told is None else replace(told, drafts=drafts)
         return output
 
     def _publish(self, request: Request, step_id: StepId) -> None:

@@ -73,7 +73,7 @@ class Floors:
             "decode_gb_per_step": round(num_bytes / 1e9, 6),
             "decode_gb_per_s": round(bytes_per_s / 1e9, 3),
             "prefill_tflop": round(flops / 1e12, 4),
-            "prefill_tflop_per_s": round(flops_per_s / 1e12, 4),
+            "prefill_tflop_per_s": round(flops_per_s / 1e12, 9),
         }
         if self._ceiling is not None:
             beside["decode_share"] = round(bytes_per_s / self._ceiling.bytes_per_s, 3)

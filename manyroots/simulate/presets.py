@@ -22,7 +22,7 @@ H200_QWEN3_8B = Preset(
     title="Qwen3-8B in bf16 on one H200, as measured with this engine",
     costs=CostModel(
         step_overhead_s=4.1e-3,
-        unoverlapped_step_s=2.0e-3,
+        unoverlapped_step_s=1.05e-3,
         prefill_tokens_per_s=46_300,
         prefill_pair_s=1.0e-9,
         decode_row_s=11e-6,
@@ -43,7 +43,8 @@ H200_QWEN3_8B = Preset(
         "MB in 0.053 s; 55 GB/s to pinned host memory. Reading keys and values (4.2 TB/s) and "
         "attention within a prompt (590 TFLOP/s) agree with single kernels; 5 GB/s storage and the "
         "two latencies are assumed; 109 GiB for pages is 0.9 of the GPU less weights and "
-        "activations."
+        "activations. Steps that check four guesses of each row took 5.25 and 6.31 ms at batch 1 "
+        "and 8 on 2026-11-18, prompts of 256 tokens (this model: within 15%)."
     ),
 )
 

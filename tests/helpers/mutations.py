@@ -54,6 +54,7 @@ ADAPTERS = "unit/scheduler/test_adapters.py::"
 BACKENDS = "unit/store/test_backends.py::"
 COPY_ENDS = "unit/store/test_copy_ends.py::"
 ENDINGS = "unit/scheduler/test_endings.py::"
+RUNNER = "unit/runner/test_runner.py::"
 SPECULATION = "unit/scheduler/test_speculation.py::"
 FAIR = "unit/scheduler/test_fair.py::"
 FEW_STATES = "states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages"
@@ -823,6 +824,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        if group not in self._texts:\n            return NO_TOKENS",
         "a namespace gets another's output",
         (f"{SPECULATION}test_v02_guesses_come_from_the_namespace_alone",),
+    ),
+    Mutation(
+        "runner/drafts.py",
+        "goes_back = bool(self._states) and count < len(draft.tokens)",
+        "goes_back = False",
+        "a runner keeps the state of wrong guesses",
+        ("unit/test_llm_speculation.py::test_v01_answers_are_the_same_with_drafts_of_every_kind",),
+    ),
+    Mutation(
+        "runner/sampling_state.py",
+        'self._count_once(sent["said"])',
+        "pass",
+        "guesses before a position are not counted",
+        (f"{RUNNER}test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens",),
     ),
     Mutation(
         "grammar/rows.py",

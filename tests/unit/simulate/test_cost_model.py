@@ -45,6 +45,14 @@ def test_the_h200_preset_gives_the_measured_decode_steps(batch: int, ms: float) 
     assert 1000 * decode(H200_QWEN3_8B.costs, batch, 576) == pytest.approx(ms, rel=0.05)
 
 
+@pytest.mark.parametrize(("batch", "ms"), [(1, 5.25), (8, 6.31)])
+def test_the_h200_preset_gives_the_measured_steps_with_guesses(batch: int, ms: float) -> None:
+    # Prompts of 256 tokens and 160 new ones, four guesses a row: five positions, 336 on average.
+    costs = H200_QWEN3_8B.costs
+    found = costs.unoverlapped_step_s + decode(costs, 5 * batch, 336)
+    assert 1000 * found == pytest.approx(ms, rel=0.15)
+
+
 @pytest.mark.parametrize(("num_prompts", "seconds"), [(64, 0.738), (128, 1.473), (256, 2.955)])
 def test_the_h200_preset_gives_the_measured_prefills(num_prompts: int, seconds: float) -> None:
     found = prefill(H200_QWEN3_8B.costs, num_prompts, 512, budget=32768)

@@ -1,6 +1,7 @@
 """Named tests with a fault planted, each fault in a process forked from one that is warm.
 
-`python -m tests.helpers.planted_tests [TEXT]` runs in a copy of the package and its tests. It
+`python -m tests.helpers.planted_tests [TEXT]` runs in a copy of the package and its tests, which
+the caller makes; a checkout is refused, because a run that is ended leaves its fault in a file. It
 plants each fault that names tests (with a text, those whose name has it) in the copy's file. It
 runs these tests, each up to its first case that fails. With a text, it runs those cases without any
 fault in the end; without one, the suite does that.
@@ -127,6 +128,13 @@ def tell(name: str | None, found: dict[str, str]) -> None:
 
 
 def main() -> int:
+    if Path(".git").exists():
+        print(
+            "this is a checkout, and a run that is ended would leave a fault in it; "
+            "use `pytest tests/property/test_mutations.py`, which makes a copy.",
+            file=sys.stderr,
+        )
+        return 2
     text = sys.argv[1] if len(sys.argv) > 1 else ""
     chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
     sys.dont_write_bytecode = True  # no compiled file of a planted fault may remain

@@ -11,7 +11,7 @@ from manyroots.simulate.simulation import simulate
 from tests.soaks.random_case import random_case
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES = 10
+NUM_CASES = 20
 
 
 def main() -> None:

@@ -80,6 +80,7 @@ class _NotedAdapter:
     """The number that it came with last."""
     published: object = None
     """Its content, if it came from memory."""
+    is_pinned: bool = False
 
 
 class LLM:
@@ -309,7 +310,7 @@ class LLM:
         """
         load = LoadLora(next(self._ids), AdapterName(name), str(path), pinned, load_inplace)
         reply = self._ask(load)
-        self._adapters[name] = _NotedAdapter(str(path))
+        self._adapters[name] = _NotedAdapter(str(path), is_pinned=pinned)
         return reply
 
     def publish_adapter(
@@ -321,7 +322,7 @@ class LLM:
         this returns."""
         adapter = memory_adapter(tensors, config)
         reply = self._ask(PublishLora(next(self._ids), AdapterName(name), adapter, pinned))
-        self._adapters[name] = _NotedAdapter(reply.path, published=adapter)
+        self._adapters[name] = _NotedAdapter(reply.path, published=adapter, is_pinned=pinned)
         return reply
 
     def unload_adapter(self, name: str) -> LoraReply:
@@ -394,8 +395,8 @@ class LLM:
             free_memory()
 
     def wake_up(self, tags: object = None) -> None:
-        """Load again, with the newest weights; adapters are read again when they are next named.
-        Takes as long as a start. `tags`: all at once, whatever is named."""
+        """Load again, with the newest weights. Pinned adapters are read at once, the others when
+        they are next named. Takes as long as a start. `tags`: all at once, whatever is named."""
         if self._engine is not None:
             return
         self._build()
@@ -403,7 +404,13 @@ class LLM:
             self.update_weights(self._weights)
         for name, adapter in self._adapters.items():
             if adapter.published is not None:
-                self._ask(PublishLora(next(self._ids), AdapterName(name), adapter.published))
+                self._ask(
+                    PublishLora(
+                        next(self._ids), AdapterName(name), adapter.published, adapter.is_pinned
+                    )
+                )
+            elif adapter.is_pinned:
+                self._ask(LoadLora(next(self._ids), AdapterName(name), adapter.path, True, False))
             else:
                 self._loop.note_adapter(LoraModule(name, adapter.path))
 

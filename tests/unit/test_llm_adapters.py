@@ -85,6 +85,22 @@ def test_loading_says_what_was_loaded(tiny: TinyAdapters, llm: LLM) -> None:
         llm.unload_adapter("nobody")
 
 
+def test_s03_a_pinned_adapter_is_on_the_device_again_after_sleep(
+    tiny: TinyAdapters, llm: LLM
+) -> None:
+    """S03: as soon as steps run, before any request names it; one that is not pinned is not."""
+    llm.load_adapter("few", tiny.path("few"), pinned=True)
+    llm.load_adapter("all", tiny.path("all"))
+    llm.sleep()
+    llm.wake_up()
+    tokens(llm, [PROMPT], None)
+    adapters = llm.stats().adapters
+    assert adapters is not None
+    assert adapters.num_on_device == 1
+    assert tokens(llm, [PROMPT], LoRARequest("few")) == [tiny.greedy(PROMPT, "few", COUNT)]
+    assert tokens(llm, [PROMPT], LoRARequest("all")) == [tiny.greedy(PROMPT, "all", COUNT)]
+
+
 def test_w10_a_broken_adapter_fails_with_the_reason_and_the_others_go_on(
     tiny: TinyAdapters, llm: LLM
 ) -> None:

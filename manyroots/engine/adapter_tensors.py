@@ -36,7 +36,13 @@ def memory_adapter(tensors: Mapping[str, Tensor], config: object) -> MemoryAdapt
     flats: list[FlatBytes] = []
     shared: list[int] = []
     offset = 0
+    if not isinstance(tensors, Mapping):
+        raise AdapterError(
+            f"tensors is a {type(tensors).__name__}; give a mapping from names to tensors."
+        )
     for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise AdapterError(f"{name} is a {type(tensor).__name__}; give a torch tensor.")
         if tensor.dtype not in _DTYPES:
             raise AdapterError(
                 f"{name} is {tensor.dtype}; give float32, float16 or bfloat16 tensors."

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from types import UnionType
 from typing import Any, TypeVar
 
 from manyroots.adapter_names import LoRARequest
@@ -36,7 +37,7 @@ def prompts_of(given: Any) -> list[GivenPrompt]:
     given = _plain(given)
     if isinstance(given, str | Mapping) or _are_ids(given):
         given = [given]
-    if not isinstance(given, Sequence):
+    if not _is_list(given):
         raise RequestError(
             f"prompts is {given!r:.100}; it must be a text, token ids, or a list of them.",
             field="prompts",
@@ -48,7 +49,7 @@ def _prompt(item: Any, place: int) -> GivenPrompt:
     if isinstance(item, str):
         return GivenPrompt(item, None)
     if not isinstance(item, Mapping):
-        if not isinstance(item, Sequence):
+        if not _is_list(item):
             raise RequestError(
                 f"prompts[{place}] is {item!r:.100}; it must be a text or token ids.",
                 field="prompts",
@@ -71,6 +72,12 @@ def _prompt(item: Any, place: int) -> GivenPrompt:
             f"prompts[{place}] has neither prompt nor prompt_token_ids; give one of them.",
             field="prompts",
         )
+    if text is not None and not isinstance(text, str):
+        raise RequestError(
+            f"prompts[{place}]['prompt'] is {text!r:.100}; it must be a text. Token ids go into "
+            "prompt_token_ids.",
+            field="prompts",
+        )
     # With both, the ids are what the text was turned into.
     return GivenPrompt(text, tokens, item.get("cache_salt"))
 
@@ -80,14 +87,19 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _is_list(value: Any) -> bool:
+    """Bytes are not: their numbers would be taken for token ids."""
+    return isinstance(value, Sequence) and not isinstance(value, bytes | bytearray)
+
+
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Integral)
+    return _is_list(value) and len(value) > 0 and isinstance(value[0], Integral)
 
 
-def per_prompt(name: str, given: Any, kind: type[T] | tuple[type, ...], count: int) -> list[T]:
-    """`given`: one for all, of a `kind`, or one for each."""
+def per_prompt(name: str, given: Any, kind: type[T], count: int) -> list[T | None]:
+    """`given`: one for all, of a `kind`, or one for each; None where nothing is given."""
     if given is None or isinstance(given, kind):
-        return [given] * count  # type: ignore[list-item]
+        return [given] * count
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(
             f"{name} is {given!r:.100}; give one for all prompts, or a list with one each.",
@@ -99,7 +111,31 @@ def per_prompt(name: str, given: Any, kind: type[T] | tuple[type, ...], count: i
             "each.",
             field=name,
         )
+    for place, item in enumerate(given):
+        if item is not None and not isinstance(item, kind):
+            raise RequestError(
+                f"{name}[{place}] is {item!r:.100}; it must be of type {kind.__name__}.",
+                field=name,
+            )
     return list(given)
+
+
+def check_type(name: str, given: Any, kind: type | UnionType) -> None:
+    """Raises RequestError for a value of another type."""
+    if not isinstance(given, kind):
+        expected = kind.__name__ if isinstance(kind, type) else str(kind).replace(" |", " or")
+        raise RequestError(f"{name} is {given!r:.100}; it must be of type {expected}.", field=name)
+
+
+def chats_of(given: Any) -> list[Sequence[Mapping[str, Any]]]:
+    """One conversation or many."""
+    if not isinstance(given, Sequence):
+        raise RequestError(
+            f"messages is {given!r:.100}; it must be a list of messages, or a list of such lists.",
+            field="messages",
+        )
+    is_one = not given or isinstance(given, str) or isinstance(given[0], Mapping)
+    return [given] if is_one else list(given)
 
 
 def adapters_by_name(requests: Sequence[LoRARequest | None]) -> dict[str, LoRARequest]:

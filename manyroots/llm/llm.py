@@ -2,18 +2,22 @@
 
 Takes prompts (text, token ids or chats), sampling parameters and adapters; gives finished
 completions in the order of the prompts. The same loop, intake and text as the server's; no process
-boundary. Ctrl-C ends the call that runs, and the next one finds the engine in order.
+boundary. Ctrl-C ends the call that runs, and the next one finds the engine in order. Calls of
+several threads run one after the other. A forked process and a closed `LLM` get an error.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
 import random
-from collections.abc import Generator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
@@ -27,7 +31,14 @@ from manyroots.engine.retention import SHARE, checked_ranges
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.flag_aliases import translate_settings
 from manyroots.ids import AdapterName, RequestId
-from manyroots.llm.inputs import Prompt, adapters_by_name, per_prompt, prompts_of
+from manyroots.llm.inputs import (
+    Prompt,
+    adapters_by_name,
+    chats_of,
+    check_type,
+    per_prompt,
+    prompts_of,
+)
 from manyroots.llm.outputs import CompletionOutput, RequestOutput, by_token
 from manyroots.messages import (
     Abort,
@@ -57,6 +68,8 @@ from manyroots.text.tools import check_tools
 logger = logging.getLogger(__name__)
 
 MessageMapping = Mapping[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _READ_WAIT_S = 0.2
 """How long Ctrl-C may wait for an adapter's files."""
@@ -83,6 +96,19 @@ class _NotedAdapter:
     is_pinned: bool = False
 
 
+def _alone(
+    method: Callable[Concatenate[LLM, P], R],
+) -> Callable[Concatenate[LLM, P], R]:
+    """A method that other threads' calls wait for."""
+
+    @functools.wraps(method)
+    def waits(llm: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with llm._held():
+            return method(llm, *args, **kwargs)
+
+    return waits
+
+
 class LLM:
     """A model, loaded and ready. Keyword arguments are the server's flags, in vLLM's names and
     SGLang's, too."""
@@ -95,7 +121,11 @@ class LLM:
             logger.info("%s", note)
         resolved = engine_settings(ours)
         self._settings = resolved
+        self._lock = threading.RLock()
+        """Held by the thread whose call works with the engine."""
+        self._is_closed = False
         self._build()
+        self._process_id = os.getpid()
         self.tokenizer = load_tokenizer(
             resolved.model.tokenizer or self.info.model_path, revision=resolved.model.revision
         )
@@ -135,9 +165,27 @@ class LLM:
     @property
     def _loop(self) -> EngineLoop:
         if self._engine is None:
+            self._check_open()
             raise UnavailableError("this LLM is asleep; call wake_up() first.")
         return self._engine
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("this LLM is closed; make another one.")
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Other threads wait until the block ends, and Ctrl-C works as they wait."""
+        # A fork copies the lock, maybe held, and the memory, but none of the engine's threads.
+        if os.getpid() != self._process_id:
+            raise UnavailableError(
+                f"this LLM belongs to process {self._process_id}, from which this one was forked; "
+                "make an LLM in this process, and none before it is forked."
+            )
+        with self._lock:
+            yield
+
+    @_alone
     def generate(
         self,
         prompts: Prompt | Sequence[Any] | None = None,
@@ -161,15 +209,18 @@ class LLM:
         the more important. `retention`: parts of each prompt to keep in the cache for longer.
         `use_tqdm`: has no effect, nothing is drawn.
         """
+        check_type("retention", retention, Sequence)
+        for place, asked_range in enumerate(retention):
+            check_type(f"retention[{place}]", asked_range, KeepRange)
         ranges = tuple(checked_ranges(retention))
         kept = Retention(ranges, None, SHARE) if ranges else None
         batch = prompts_of(prompts if prompt_token_ids is None else prompt_token_ids)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = per_prompt("sampling_params", sampling_params, SamplingParams, len(batch))
+        defaults = self.get_default_sampling_params()
+        given = per_prompt("sampling_params", sampling_params, SamplingParams, len(batch))
+        params = [defaults if each is None else each for each in given]
         loras = per_prompt("lora_request", lora_request, LoRARequest, len(batch))
         adapters = self._note(loras)
-        priorities = per_prompt("priority", priority or 0, int, len(batch))
+        priorities = [each or 0 for each in per_prompt("priority", priority, int, len(batch))]
         sequences: dict[RequestId, _Sequence] = {}
         submits: list[Submit] = []
         results: list[RequestOutput] = []
@@ -179,6 +230,7 @@ class LLM:
             if tokens is None:
                 tokens = self._input_processor.encode(str(prompt.text))
             salt = prompt.cache_salt or cache_salt
+            check_type("cache_salt", salt, str | None)
             made = self._input_processor.submits(
                 tokens, sampling, salt, self._next_id, adapter=adapter, priority=importance,
                 retention=kept,
@@ -227,8 +279,8 @@ class LLM:
         `continue_final_message` (and add_generation_prompt=False) the last message goes on. What
         the model writes to call `tools` is in the text as it writes it. The rest is as in
         `generate`."""
-        chats: list[Sequence[MessageMapping]]
-        chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
+        check_type("chat_template", chat_template, str | None)
+        check_type("chat_template_kwargs", chat_template_kwargs, Mapping | None)
         template = self._template
         if chat_template is not None:
             template = ChatTemplate(chat_template, self.tokenizer.special_tokens.for_template())
@@ -241,7 +293,7 @@ class LLM:
                 options=chat_template_kwargs,
                 use=check_tools(tools, None),
             )
-            for chat in chats
+            for chat in chats_of(messages)
         ]
         return self.generate(
             rendered,
@@ -259,20 +311,26 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> Generator[str]:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
+        if sampling_params.n != 1:
+            raise RequestError(
+                f"n is {sampling_params.n}; a stream is of one answer. Use chat() for several.",
+                field="n",
+            )
         tokens = self._render(messages, self._template)["prompt_token_ids"]
-        [adapter] = self._note([lora_request])
-        [submit] = self._input_processor.submits(
-            tokens, sampling_params, None, self._next_id, adapter=adapter
-        )
+        with self._held():
+            [adapter] = self._note([lora_request])
+            [submit] = self._input_processor.submits(
+                tokens, sampling_params, None, self._next_id, adapter=adapter
+            )
         sequence = self._sequence(RequestOutput("0", None, [], []), 0, submit)
         under_way, output = {submit.request_id: sequence}, sequence.output
         # Never held while the caller works: between the pieces Ctrl-C is the caller's own.
         try:
-            with self._interrupts.held():
+            with self._held(), self._interrupts.held():
                 self._begin([submit])
             shown = 0
             while under_way:
-                with self._interrupts.held():
+                with self._held(), self._interrupts.held():
                     if submit.request_id not in self._under_way:
                         raise RequestError(
                             "another call of this LLM has ended this answer; finish one stream "
@@ -283,7 +341,7 @@ class LLM:
                 yield output.text[shown:]
                 shown = len(output.text)
         finally:
-            with self._interrupts.held():
+            with self._held(), self._interrupts.held():
                 if self._under_way <= {submit.request_id}:  # else another call has taken over
                     self._end()
 
@@ -301,6 +359,7 @@ class LLM:
         tokens = self._input_processor.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": tokens}
 
+    @_alone
     def load_adapter(
         self, name: str, path: str, *, pinned: bool = False, load_inplace: bool = False
     ) -> LoraReply:
@@ -308,11 +367,14 @@ class LLM:
 
         Not needed before `generate(lora_request=...)`, which reads what it has not seen.
         """
+        check_type("name", name, str)
+        check_type("path", path, str | os.PathLike)
         load = LoadLora(next(self._ids), AdapterName(name), str(path), pinned, load_inplace)
         reply = self._ask(load)
         self._adapters[name] = _NotedAdapter(str(path), is_pinned=pinned)
         return reply
 
+    @_alone
     def publish_adapter(
         self, name: str, tensors: Mapping[str, Any], config: object, *, pinned: bool = False
     ) -> LoraReply:
@@ -320,13 +382,16 @@ class LLM:
         `get_peft_model_state_dict` and `peft_config` are. What the name meant before finishes what
         it has begun, and `name@revision` asks for it meanwhile. The tensors may change again when
         this returns."""
+        check_type("name", name, str)
         adapter = memory_adapter(tensors, config)
         reply = self._ask(PublishLora(next(self._ids), AdapterName(name), adapter, pinned))
         self._adapters[name] = _NotedAdapter(reply.path, published=adapter, is_pinned=pinned)
         return reply
 
+    @_alone
     def unload_adapter(self, name: str) -> LoraReply:
         """Forget an adapter; gives what was freed."""
+        check_type("name", name, str)
         self._adapters.pop(name, None)
         return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
 
@@ -370,11 +435,13 @@ class LLM:
         """The model's tokenizer as transformers has it, a copy: `tokenizer` is the engine's."""
         return self.tokenizer.for_transformers()
 
+    @_alone
     def reset_prefix_cache(self) -> bool:
         """Have nothing that was computed so far be found again."""
         self._control(ControlKind.RESET_CACHE)
         return True
 
+    @_alone
     def update_weights(self, model_path: str) -> None:
         """Take other weights of the same model from a folder, for everything from now on; nothing
         that the old ones computed is found again. What does not fit changes nothing."""
@@ -385,6 +452,7 @@ class LLM:
             self._control(ControlKind.RESUME)
         self._weights = str(model_path)
 
+    @_alone
     def sleep(self, level: int = 1) -> None:
         """Give all memory back until `wake_up`, whatever the level."""
         if self._engine is not None:
@@ -394,9 +462,11 @@ class LLM:
                 self._engine = None
             free_memory()
 
+    @_alone
     def wake_up(self, tags: object = None) -> None:
         """Load again, with the newest weights. Pinned adapters are read at once, the others when
         they are next named. Takes as long as a start. `tags`: all at once, whatever is named."""
+        self._check_open()
         if self._engine is not None:
             return
         self._build()
@@ -430,9 +500,15 @@ class LLM:
         return self._loop.stats()
 
     def close(self) -> None:
-        """Give the model's thread and memory back."""
-        if self._engine is not None:
-            self._engine.close()
+        """Give the model's threads and memory back, for good. A forked process gives nothing back:
+        what it has is its parent's."""
+        if os.getpid() != self._process_id:
+            return
+        with self._lock, self._interrupts.held():
+            engine, self._engine = self._engine, None
+            self._is_closed = True
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -445,14 +521,18 @@ class LLM:
 
     def _begin(self, submits: list[Submit]) -> None:
         """Submit; only while interrupts are held."""
+        loop = self._loop
         # Left by a call that was interrupted where it could not tidy up.
         self._end()
         for submit in submits:
             self._under_way.add(submit.request_id)
-            self._loop.handle(submit)
+            loop.handle(submit)
 
     def _end(self) -> None:
         """Leave nothing running; only while interrupts are held."""
+        if self._engine is None:  # asleep or closed, where nothing runs
+            self._under_way.clear()
+            return
         self._loop.handle(Abort(list(self._under_way)))
         while self._loop.has_work:
             self._loop.step()

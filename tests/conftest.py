@@ -3,9 +3,9 @@
 With several test processes, each computes on one thread: torch's threads wait for each other by
 spinning, and two processes with two threads each on two cores would spend most of their time so.
 Without a GPU, Triton's kernels run in its interpreter, which is chosen when triton is imported.
-Servers that tests start inherit both. `-n auto` means as many processes as this one may use cores
-and memory has room for. What was imported to find the tests is never looked through for garbage:
-it is most of a million objects. After each file the rest is, and its memory is given back.
+Servers that tests start inherit both. `-n auto` means a process more than this one may use cores,
+or as many as memory has room for. What was imported to find the tests is never looked through for
+garbage: it is most of a million objects. After each file the rest is, and its memory is given back.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ GIB_PER_PROCESS = 1.5
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
 def pytest_xdist_auto_num_workers() -> int:
-    """Not the machine's cores, as xdist would say in a container that may use two of them."""
+    """Not the machine's cores, as xdist would say in a container that may use two of them. One
+    more, since tests also wait: for servers that start, timeouts and other processes."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return max(1, min(_cores(), int(gib // GIB_PER_PROCESS)))
+    return max(1, min(_cores() + 1, int(gib // GIB_PER_PROCESS)))
 
 
 def _cores() -> int:

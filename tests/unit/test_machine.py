@@ -33,12 +33,12 @@ def test_what_is_missing_is_told_with_its_remedy(
     assert said.count("the index can't be reached") == 2
 
 
-def test_there_are_as_many_test_processes_as_cores_that_may_be_used(
+def test_there_is_one_more_test_process_than_cores_that_may_be_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(conftest.os, "sched_getaffinity", lambda _: range(16))
     monkeypatch.setattr(Path, "read_text", lambda _: "200000 100000\n")
-    assert conftest.pytest_xdist_auto_num_workers() == 2
+    assert conftest.pytest_xdist_auto_num_workers() == 3
     monkeypatch.setattr(Path, "read_text", lambda _: "max 100000\n")
     monkeypatch.setattr(conftest.os, "sysconf", lambda name: 2**12 if "SIZE" in name else 2**20)
     assert conftest.pytest_xdist_auto_num_workers() == 2, "4 GiB"

@@ -1,4 +1,7 @@
-"""The official OpenAI client against the real server and the default model (S01, S04, S06)."""
+"""The official OpenAI client against the real server and the default model (S01, S04, S06).
+
+Servers that are ended or killed have a tiny model: they start in half the time.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,15 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.e2e.conftest import (
-    CONTEXT,
-    HEADERS,
-    MAX_ALIVE,
-    SETTINGS,
-    START_LIMIT_S,
-    Server,
-    running,
-)
+from tests.e2e.conftest import CONTEXT, HEADERS, MAX_ALIVE, START_LIMIT_S, Server, running
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.tiny_server import MODEL as TINY
+from tests.helpers.tiny_server import starting_server
 
 STORY = "Once upon a time, in a small village by the sea, there lived an old fisherman who"
 USER = ChatCompletionUserMessageParam(role="user", content="Name three colours.")
+LONG = 400
+"""Tokens of an answer that a server of slow steps never ends in time."""
 
 
 def complete(client: openai.OpenAI, model: str, **fields: Any) -> Any:
@@ -300,21 +299,21 @@ def test_a_greedy_answer_does_not_depend_on_company(client: openai.OpenAI, model
     assert together == [alone] * 3
 
 
-def test_sigterm_drains(model: str) -> None:
+def test_sigterm_drains() -> None:
     """S06: nothing new is taken, and what runs may finish."""
-    with running(*SETTINGS, "--drain-timeout-s", "3600") as server:
+    with starting_server("--drain-timeout-s", "3600", is_slow=True) as server:
         server.wait_until_ready()
         client = server.client()
         options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
-        short = iter(complete(client, model, max_tokens=20, **options))
-        long = complete(client, model, max_tokens=1000, **options)
+        short = iter(complete(client, TINY, max_tokens=8, **options))
+        long = complete(client, TINY, max_tokens=LONG, **options)
         next(short)
         next(iter(long))
         server.signal(signal.SIGTERM)
         while server.status("/ready") != 503:  # it ends in any case
             time.sleep(0.01)
         with pytest.raises(openai.InternalServerError) as caught:
-            complete(client, model)
+            complete(client, TINY)
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"]
         assert list(short)[-1].choices[0].finish_reason == "length"
@@ -323,12 +322,12 @@ def test_sigterm_drains(model: str) -> None:
         assert server.process.wait(PATIENCE_S) == 0
 
 
-def test_sigterm_cuts_what_takes_too_long(model: str) -> None:
+def test_sigterm_cuts_what_takes_too_long() -> None:
     """S06: with an error that says so."""
-    with running(*SETTINGS, "--drain-timeout-s", "0.1") as server:
+    with starting_server("--drain-timeout-s", "0.1", is_slow=True) as server:
         server.wait_until_ready()
         options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
-        long = iter(complete(server.client(), model, max_tokens=1000, **options))
+        long = iter(complete(server.client(), TINY, max_tokens=LONG, **options))
         next(long)
         server.signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="server is shutting down"):
@@ -338,15 +337,15 @@ def test_sigterm_cuts_what_takes_too_long(model: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine through /proc")
-def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> None:
+def test_a_dead_engine_fails_its_requests_and_is_started_again() -> None:
     """R04, R07, S04: told while it is down, served after, and at the second death the end."""
-    with running(*SETTINGS, "--max-engine-restarts", "1") as server:
+    with starting_server("--max-engine-restarts", "1", is_slow=True) as server:
         assert not was_healthy_while_loading(server)
         client = server.client()
 
         def kill_in_mid_stream() -> None:
             options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
-            chunks = iter(complete(client, model, max_tokens=1000, **options))
+            chunks = iter(complete(client, TINY, max_tokens=LONG, **options))
             next(chunks)
             [engine] = server.children()
             os.kill(engine, signal.SIGKILL)
@@ -362,9 +361,10 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> No
         assert server.status("/live") == 200
         assert server.metric("manyroots:engine_up") == server.metric("manyroots:pages_held") == 0
         with pytest.raises(openai.InternalServerError, match="started again"):
-            complete(client, model)
+            complete(client, TINY)
         server.wait_until_ready()
-        assert complete(client, model, max_tokens=2).choices[0].finish_reason == "length"
+        answer = complete(client, TINY, max_tokens=2, extra_body={"ignore_eos": True})
+        assert answer.choices[0].finish_reason == "length"
         assert server.metric("manyroots:engine_restarts_total") == 1
         kill_in_mid_stream()
         assert server.process.wait(PATIENCE_S) == 1

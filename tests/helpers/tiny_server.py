@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.e2e.conftest import API_KEY, Server, running
+from tests.helpers.slow_steps import slow_steps
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import BOS, EOS, tiny_backend
 
@@ -44,12 +45,23 @@ def write_model(folder: Path, context: int = CONTEXT, *, kind: str = "llama") ->
 @contextlib.contextmanager
 def tiny_server(*flags: str, context: int = CONTEXT, num_pages: int = 512) -> Iterator[Server]:
     """Answers are short unless their request says otherwise."""
+    with starting_server(*flags, context=context, num_pages=num_pages) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@contextlib.contextmanager
+def starting_server(
+    *flags: str, context: int = CONTEXT, num_pages: int = 512, is_slow: bool = False
+) -> Iterator[Server]:
+    """One that may not be ready yet. `is_slow`: each step takes long, so that a long answer is
+    still under way when something else happens."""
     with tempfile.TemporaryDirectory(prefix="manyroots-tiny-") as home:
         write_model(Path(home), context)
         with running(
             home, "--served-model-name", MODEL, "--api-key", API_KEY, "--dtype", "float32",
             "--num-gpu-blocks-override", str(num_pages), "--max-num-seqs", "16",
             "--override-generation-config", json.dumps({"max_new_tokens": 8}), *flags,
+            env=slow_steps(Path(home)) if is_slow else None,
         ) as server:  # fmt: skip
-            server.wait_until_ready()
             yield server

@@ -4,6 +4,7 @@ pointers, and takes nothing in Gluon."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
+Ended = tuple[dict[str, int], str]
+"""Exit codes by script, and what was said on stderr."""
 pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
 
 SCRIPT = '''
@@ -105,7 +108,6 @@ code = compiled(
 assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
 # A product's tile as the first operand, made in registers: 8 words a thread are 32 of two numbers.
 assert code.count("mul.rn.bf16x2") == 3 * 32
-print("compiled")
 '''
 
 
@@ -132,7 +134,6 @@ first = steps.index("cp.async.bulk")
 # A tile's two pieces, and not its rows.
 assert steps[first : first + 3] == ["cp.async.bulk", "cp.async.bulk", "griddepcontrol.wait"], steps
 assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
-print("compiled")
 """
 
 
@@ -152,7 +153,6 @@ for is_rounded in (True, False):
     steps = " ".join(re.findall("cp.async.bulk|griddepcontrol.wait", code))
     assert steps.startswith("cp.async.bulk cp.async.bulk griddepcontrol.wait"), steps
     assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
-print("compiled")
 """
 
 
@@ -181,39 +181,67 @@ with (
         decode.latent_decode(queries, pages, int32, int32[0], 0.1, 512)
         found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made["_decode"]))
         assert found == set(shapes), found
-print("compiled")
 """
 
 
-def test_f07_latent_decode_compiles_for_hopper() -> None:
-    """F07: with heads or tokens as the rows of matrix instructions, whichever are enough."""
-    assert_compiles(LATENTS)
+SCRIPTS = {"fp8": SCRIPT, "gluon": IN_GLUON, "early": EARLY, "latents": LATENTS}
+IN_FORKS = """
+import json, os, sys, traceback
+
+import torch
+import triton
+
+for name, script in json.load(sys.stdin).items():
+    if not os.fork():
+        failed = 1
+        try:
+            exec(script, {})
+            failed = 0
+        except BaseException:
+            print(name, traceback.format_exc(), file=sys.stderr)
+        finally:
+            os._exit(failed)
+    print(json.dumps([name, os.waitstatus_to_exitcode(os.wait()[1])]), flush=True)
+"""
+"""Each script in a process of its own, which has imported what takes longest."""
 
 
-def test_q01_products_whose_weights_come_early_compile_for_hopper() -> None:
-    """Q01: and ask for all blocks of the weight that they have room for before they wait."""
-    assert_compiles(EARLY)
-
-
-def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:
-    """Q01, Q02, Q04: and FP8's product is one of its matrix instructions, both numbers in one; that
-    of MXFP4 is one of bfloat16's."""
-    assert_compiles(SCRIPT)
-
-
-def test_products_of_whole_rows_compile_for_hopper() -> None:
-    """And ask for weights before they wait for the kernel in front."""
-    assert_compiles(IN_GLUON)
-
-
-def assert_compiles(script: str) -> None:
+@pytest.fixture(scope="module")
+def ended() -> Ended:
     quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", IN_FORKS],
         env=quiet,
+        input=json.dumps(SCRIPTS),
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         cwd=ROOT,
     )
-    assert found.stdout.strip() == "compiled", found.stderr[-3000:]
+    return dict(map(json.loads, found.stdout.splitlines())), found.stderr[-6000:]
+
+
+def assert_compiled(ended: Ended, name: str) -> None:
+    codes, said = ended
+    assert codes.get(name) == 0, said
+
+
+def test_f07_latent_decode_compiles_for_hopper(ended: Ended) -> None:
+    """F07: with heads or tokens as the rows of matrix instructions, whichever are enough."""
+    assert_compiled(ended, "latents")
+
+
+def test_q01_products_whose_weights_come_early_compile_for_hopper(ended: Ended) -> None:
+    """Q01: and ask for all blocks of the weight that they have room for before they wait."""
+    assert_compiled(ended, "early")
+
+
+def test_q01_q04_kernels_of_fp8_compile_for_hopper(ended: Ended) -> None:
+    """Q01, Q02, Q04: and FP8's product is one of its matrix instructions, both numbers in one; that
+    of MXFP4 is one of bfloat16's."""
+    assert_compiled(ended, "fp8")
+
+
+def test_products_of_whole_rows_compile_for_hopper(ended: Ended) -> None:
+    """And ask for weights before they wait for the kernel in front."""
+    assert_compiled(ended, "gluon")

@@ -45,6 +45,10 @@ def page_server(
         yield served
 
 
+_PAUSE_S = 0.1
+"""Between two requests of a client: the browser needs the processor, too."""
+
+
 @contextlib.contextmanager
 def traffic(served: AdapterServer, num_clients: int = 6) -> Iterator[None]:
     """Clients that ask one after the other, of all adapters and some tenants, until it ends."""
@@ -64,6 +68,7 @@ def traffic(served: AdapterServer, num_clients: int = 6) -> Iterator[None]:
                 body["cache_salt"] = f"tenant-{number}"
             with contextlib.suppress(httpx.HTTPError):
                 served.post("/v1/completions", body, HEADERS)
+            is_over.wait(_PAUSE_S)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_clients)]
     for thread in threads:

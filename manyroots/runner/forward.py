@@ -41,27 +41,6 @@ class Forward:
             (family.memory, place) for sort in (pages, states) for place, family in enumerate(sort)
         ]
 
-    def hidden(
-        self,
-        views: StepViews,
-        num_decodes: int,
-        lora: LoraRows | None,
-        *,
-        max_chunk: int,
-        max_len: int | None = None,
-        before_layer: Callable[[int], None] | None = None,
-        is_padded: bool = False,
-        logits_indices: LogitsIndices | None = None,
-        prompt_lens: PromptLens | None = None,
-    ) -> Tensor:
-        """Hidden states of all tokens or of those at `logits_indices`; the rest as in `step`."""
-        tokens, step = self.step(
-            views, num_decodes, lora, max_chunk=max_chunk, max_len=max_len,
-            before_layer=before_layer, is_padded=is_padded, logits_indices=logits_indices,
-            prompt_lens=prompt_lens,
-        )  # fmt: skip
-        return self.decoder.hidden(tokens, step)
-
     def step(
         self,
         views: StepViews,
@@ -75,10 +54,10 @@ class Forward:
         logits_indices: LogitsIndices | None = None,
         prompt_lens: PromptLens | None = None,
     ) -> tuple[Tensor, Step]:
-        """The tokens, and what layers read beside them. The first `num_decodes` sequences have one
-        token each; those of a step that has no others need no `rows`, `starts` and `blocks`.
-        `max_chunk`: the most tokens of one sequence; `max_len`: the longest context, where it is
-        known. `before_layer`: as in `Step`. `is_padded`: whether tokens and sequences may be
+        """The two inputs of `Decoder.hidden`. The first `num_decodes` sequences have one token
+        each; a step with no others needs no `rows`, `starts` and `blocks`. `max_chunk`: the most
+        tokens of one sequence; `max_len`: the longest context, where it is known. `before_layer`
+        and `logits_indices`: as in `Step`. `is_padded`: whether tokens and sequences may be
         padding. `prompt_lens`: what the host knows of sequences that do not decode."""
         decoder, kernels = self.decoder, self.decoder.kernels
         tokens, tables = kernels.decode_rows.begin(
@@ -140,16 +119,15 @@ class Forward:
         views = StepViews.of(named)
         assert views.sampled_at is not None, "such a step says which"
         logits_indices = LogitsIndices(views.sampled_at, views.head_lora)
-        hidden = self.hidden(
+        tokens, step = self.step(
             views, num_decodes, views.lora, max_chunk=len(views.tokens), is_padded=True,
             logits_indices=logits_indices,
         )  # fmt: skip
-        return self.decoder.logits(hidden, logits_indices.lora)
+        return self.decoder.logits(self.decoder.hidden(tokens, step), logits_indices.lora)
 
     def single_tokens(self, named: PacketViews) -> Tensor:
-        """Logits of a step in which every sequence has one token, and so have all rows a
-        successor, which `choose` gives."""
+        """Logits of a step in which every sequence has one token, so that `choose` gives every row
+        a token."""
         views = StepViews.of(named)
-        lora = views.lora
-        hidden = self.hidden(views, len(views.tokens), lora, max_chunk=1)
-        return self.decoder.logits(hidden, lora)
+        tokens, step = self.step(views, len(views.tokens), views.lora, max_chunk=1)
+        return self.decoder.logits(self.decoder.hidden(tokens, step), views.lora)

@@ -95,18 +95,15 @@ class Warmup:
         return all_shapes(self._forward.rows.spare.row, max_num_tokens)
 
     def _prefill(self, num_tokens: int, *, with_adapters: bool) -> None:
-        rows = self._forward.rows
-        inputs = blank_prefill(
-            num_tokens,
-            rows.spare,
-            with_adapters=with_adapters,
-        )
+        forward = self._forward
+        inputs = blank_prefill(num_tokens, forward.rows.spare, with_adapters=with_adapters)
         named = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
         lora = self._lora(inputs.token_slots)
-        self._forward.hidden(
+        tokens, step = forward.step(
             StepViews.of(named), inputs.num_decodes, lora, max_chunk=num_tokens,
             prompt_lens=inputs.prompt_lens,
         )  # fmt: skip
+        forward.decoder.hidden(tokens, step)
 
     def _sample(self) -> None:
         decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row

@@ -31,26 +31,51 @@ class UnitArena(Protocol):
     """[num_units, ...], a unit's bytes in one piece."""
 
 
-class Arena(UnitArena, Protocol):
-    """The device's units, which layers read and write."""
+class Arena:
+    """Owns `data`, the device's units, which layers read and write."""
 
-    @property
-    def spare_unit(self) -> int | None:
-        """The unit that padding writes to; None if padding writes nothing."""
+    spare_unit: int | None = None
+    """The unit that padding writes to; None if padding writes nothing."""
+    _layers: Sequence[Any]
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        units: str,
+        flags: str = "--kv-cache-memory-bytes, --num-gpu-blocks-override or "
+        "--gpu-memory-utilization",
+    ) -> None:
+        """`units` and `flags`: what is too much, and what lowers it, if the device refuses."""
+        try:
+            self.data, self._memory = _zeros(shape, dtype, device)
+        except (RuntimeError, MemoryError) as error:
+            gib = math.prod(shape) * dtype.itemsize / 2**30
+            raise ConfigError(
+                f"{units} need {gib:.1f} GiB on {device}, and it does not have them; lower {flags}."
+            ) from error
 
     def layer(self, index: int) -> Any:
         """The memory of the layer with this index in the family."""
+        return self._layers[index]
 
     def give_back(self, units: Sequence[int]) -> None:
         """Nothing reads what these units hold; their memory may serve something else until they are
-        written again."""
+        written again. Gives back the system's pages that lie wholly within runs of units."""
+        if self._memory is None:
+            raise RuntimeError("a plan lends units of a device that can't give their memory back")
+        size = self.data[0].numel() * self.data.itemsize
+        for begin, end in _runs(units):
+            first = -(-begin * size // PAGE_BYTES) * PAGE_BYTES
+            last = end * size // PAGE_BYTES * PAGE_BYTES
+            if last > first:
+                self._memory.give_back(first, last - first)
 
 
-class PageArena:
-    """Owns `[num_pages, num_layers, *shape]`, where `shape` is one layer's part of a page. FP8 is
-    stored as bytes, which every copy supports."""
-
-    spare_unit: None = None
+class PageArena(Arena):
+    """`[num_pages, num_layers, *shape]`, where `shape` is one layer's part of a page, of which a
+    layer has the view `[num_pages, *shape]`. FP8 is stored as bytes, which every copy supports."""
 
     def __init__(
         self,
@@ -61,27 +86,10 @@ class PageArena:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_pages, num_layers, *shape)
-        try:
-            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
-            # happened to lie in fresh memory would still poison the sum.
-            kept = torch.uint8 if dtype.itemsize == 1 else dtype
-            self.data, self._memory = _zeros(shape, kept, device)
-        except (RuntimeError, MemoryError) as error:
-            gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
-            raise ConfigError(
-                f"{num_pages} pages of {page_size} tokens need {gib:.1f} GiB on {device}, and it "
-                "does not have them; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
-                "--gpu-memory-utilization."
-            ) from error
+        kept = torch.uint8 if dtype.itemsize == 1 else dtype
+        pages = f"{num_pages} pages of {page_size} tokens"
+        super().__init__((num_pages, num_layers, *shape), kept, device, pages)
         self._layers = self.data.view(dtype).unbind(1)
-
-    def layer(self, index: int) -> Tensor:
-        """A view of one layer: `[num_pages, *shape]`."""
-        return self._layers[index]
-
-    def give_back(self, units: Sequence[int]) -> None:
-        _give_back(self.data, self._memory, units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,57 +111,30 @@ def state_bytes(parts: Sequence[PartShape], num_layers: int) -> int:
     return num_layers * sum(part.num_bytes for part in parts)
 
 
-class PagePartsArena:
-    """Owns `data` [num_pages, bytes]: pages of which every layer has several tensors."""
-
-    spare_unit: None = None
+class PagePartsArena(Arena):
+    """`[num_pages, bytes]`: a layer has a view `[num_pages, *shape]` of each of its parts."""
 
     def __init__(
         self, num_pages: int, parts: Sequence[PartShape], num_layers: int, device: torch.device
     ) -> None:
         shape = (num_pages, state_bytes(parts, num_layers))
-        try:
-            self.data, self._memory = _zeros(shape, torch.uint8, device)
-        except (RuntimeError, MemoryError) as error:
-            raise ConfigError(
-                f"{num_pages} pages need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
-                "does not have them; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
-                "--gpu-memory-utilization."
-            ) from error
+        super().__init__(shape, torch.uint8, device, f"{num_pages} pages")
         self._layers = _views_by_layer(self.data, parts, num_layers)
 
-    def layer(self, index: int) -> tuple[Tensor, ...]:
-        """For one layer, a view `[num_pages, *shape]` of each part."""
-        return self._layers[index]
 
-    def give_back(self, units: Sequence[int]) -> None:
-        _give_back(self.data, self._memory, units)
-
-
-class StateArena:
-    """Owns `data` [num_units + 1, bytes]: states of sequences, working ones and saved ones. The
-    unit after the last is spare; padding writes its states there."""
+class StateArena(Arena):
+    """`[num_units + 1, bytes]`: states of sequences, working ones and saved ones. A layer has a
+    view `[num_units + 1, *shape]` of each part. The unit after the last is spare; padding writes
+    its states there."""
 
     def __init__(
         self, num_units: int, parts: Sequence[PartShape], num_layers: int, device: torch.device
     ) -> None:
         self.spare_unit = num_units
         shape = (num_units + 1, state_bytes(parts, num_layers))
-        try:
-            self.data, self._memory = _zeros(shape, torch.uint8, device)
-        except (RuntimeError, MemoryError) as error:
-            raise ConfigError(
-                f"{num_units} states need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
-                "does not have them; lower --max-num-seqs or --checkpoint-memory-bytes."
-            ) from error
+        flags = "--max-num-seqs or --checkpoint-memory-bytes"
+        super().__init__(shape, torch.uint8, device, f"{num_units} states", flags)
         self._layers = _views_by_layer(self.data, parts, num_layers)
-
-    def layer(self, index: int) -> tuple[Tensor, ...]:
-        """For one layer, a view `[num_units + 1, *shape]` of each part."""
-        return self._layers[index]
-
-    def give_back(self, units: Sequence[int]) -> None:
-        _give_back(self.data, self._memory, units)
 
 
 def _views_by_layer(
@@ -175,25 +156,16 @@ def _views(data: Tensor, parts: Sequence[PartShape], begin: int) -> Iterator[Ten
 def _zeros(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, UntouchedMemory | None]:
-    """On a CPU also the memory, of which parts can be given back."""
+    """On a CPU also the memory, of which parts can be given back.
+
+    Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that happened to
+    lie in fresh memory would still poison the sum."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device), None
     # The system allocates pages on first use: a large arena costs nothing until it is used. torch
     # would write every byte. Too large a size is refused now, not at the last page.
     memory = UntouchedMemory(math.prod(shape) * dtype.itemsize)
     return memory.data.view(dtype).view(shape), memory
-
-
-def _give_back(data: Tensor, memory: UntouchedMemory | None, units: Sequence[int]) -> None:
-    """Give back the system's pages that lie wholly within runs of these units."""
-    if memory is None:
-        raise RuntimeError("a plan lends units of a device that can't give their memory back")
-    size = data[0].numel() * data.itemsize
-    for begin, end in _runs(units):
-        first = -(-begin * size // PAGE_BYTES) * PAGE_BYTES
-        last = end * size // PAGE_BYTES * PAGE_BYTES
-        if last > first:
-            memory.give_back(first, last - first)
 
 
 def _runs(units: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -194,27 +194,17 @@ class EngineClient(Protocol):
         ...
 
 
-def control_error(reply: ControlReply) -> ManyrootsError | None:
+def reply_error(reply: ControlReply | LoraReply) -> ManyrootsError | None:
     """The exception for a reply's error; None if there was none."""
     if reply.error is None:
         return None
+    is_of_adapter = isinstance(reply, LoraReply)
     match reply.error_kind:
-        case ErrorKind.REQUEST:
-            return RequestError(reply.error, field=None)
-        case ErrorKind.UNAVAILABLE:
-            return UnavailableError(reply.error)
-    return ManyrootsError(reply.error)
-
-
-def lora_error(reply: LoraReply) -> ManyrootsError | None:
-    """The exception for a reply's error; None if there was none."""
-    if reply.error is None:
-        return None
-    match reply.error_kind:
-        case ErrorKind.NOT_FOUND:
+        case ErrorKind.NOT_FOUND if is_of_adapter:
             return NotFoundError(reply.error, field="lora_name")
+        case ErrorKind.REQUEST:
+            return RequestError(reply.error, field="lora_path" if is_of_adapter else None)
         case ErrorKind.UNAVAILABLE:
             return UnavailableError(reply.error)
-        case ErrorKind.REQUEST:
-            return RequestError(reply.error, field="lora_path")
-    return ManyrootsError(f"the adapter could not be loaded: {reply.error}")
+    prefix = "the adapter could not be loaded: " if is_of_adapter else ""
+    return ManyrootsError(prefix + reply.error)

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from manyroots.config import EngineSettings
 from manyroots.engine.adapter_table import AdapterTable
@@ -24,8 +24,7 @@ from manyroots.engine.client import (
     EngineDiedError,
     EngineWatch,
     PauseMode,
-    control_error,
-    lora_error,
+    reply_error,
 )
 from manyroots.engine.weight_folders import find_weights
 from manyroots.engine.wire import MessageKind
@@ -123,11 +122,10 @@ class ProcessClient:
         self._ids = itertools.count(1)
         self._requests: dict[RequestId, _Request] = {}
         self._op_ids = itertools.count(1)
-        self._ops: dict[int, asyncio.Future[LoraReply]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        """By the number of the operation whose reply is awaited."""
         self.adapters = AdapterTable(settings.lora.lora_modules) if adapters is None else adapters
         self._watch: EngineWatch | None = None
-        self._controls: dict[int, asyncio.Future[ControlReply]] = {}
-        self._looks: dict[int, asyncio.Future[Snapshot]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._woken = asyncio.Event()
@@ -232,13 +230,11 @@ class ProcessClient:
 
     async def ask_load(self, load: LoadLora) -> LoraReply:
         """Have this process load an adapter; the table is the caller's to change."""
-        load = replace(load, op_id=next(self._op_ids))
-        return await self._ask(self._serving_child(), MessageKind.LOAD, load)
+        return cast("LoraReply", await self._ask(MessageKind.LOAD, load))
 
     async def ask_unload(self, name: AdapterName) -> LoraReply:
         """Have this process unload an adapter; the table is the caller's to change."""
-        unload = UnloadLora(next(self._op_ids), name)
-        return await self._ask(self._serving_child(), MessageKind.UNLOAD, unload)
+        return cast("LoraReply", await self._ask(MessageKind.UNLOAD, UnloadLora(0, name)))
 
     def note_weights(self, path: str) -> None:
         """The weights that the next process takes."""
@@ -303,30 +299,13 @@ class ProcessClient:
         await self.resume()
 
     async def _control(self, kind: ControlKind, path: str = "") -> ControlReply:
-        child, number = self._serving_child(), next(self._op_ids)
-        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._controls[number] = answer
-        try:
-            child.send(MessageKind.CONTROL, Control(number, kind, path))
-            reply = await answer
-        finally:
-            del self._controls[number]
-        if error := control_error(reply):
-            raise error
-        return reply
+        return cast("ControlReply", await self._ask(MessageKind.CONTROL, Control(0, kind, path)))
 
     async def look(
         self, *, since_step: int = 0, wants_tree: bool = False, explain_step: int | None = None
     ) -> Snapshot:
-        child, number = self._serving_child(), next(self._op_ids)
-        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
-        self._looks[number] = answer
-        try:
-            ask = SnapshotAsk(number, since_step, wants_tree, explain_step)
-            child.send(MessageKind.SNAPSHOT, ask)
-            return await answer
-        finally:
-            del self._looks[number]
+        ask = SnapshotAsk(0, since_step, wants_tree, explain_step)
+        return cast("Snapshot", await self._ask(MessageKind.SNAPSHOT, ask))
 
     def abort(self, request_id: RequestId) -> bool:
         if request_id not in self._requests or not self._is_serving:
@@ -376,19 +355,24 @@ class ProcessClient:
         self.progress = progress
         self._on_progress(progress)
 
-    async def _ask(
-        self, child: Child, kind: MessageKind, message: LoadLora | UnloadLora
-    ) -> LoraReply:
-        answer: asyncio.Future[LoraReply] = asyncio.get_running_loop().create_future()
-        self._ops[message.op_id] = answer
+    async def _ask(self, kind: Any, message: Any, child: Child | None = None) -> Any:
+        """The reply to a message, which gets a number of its own; raises the reply's error."""
+        child, number = child or self._serving_child(), next(self._op_ids)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            child.send(kind, message)
-            reply = await answer
+            child.send(kind, replace(message, op_id=number))
+            return await answer
         finally:
-            del self._ops[message.op_id]
-        if error := lora_error(reply):
-            raise error
-        return reply
+            del self._asked[number]
+
+    def _answer(self, number: int, reply: Any, error: Exception | None = None) -> None:
+        answer = self._asked.get(number)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(reply)
+        else:
+            answer.set_exception(error)
 
     def _take(self, kind: MessageKind, body: Any) -> None:
         self.heard_at = time.monotonic()
@@ -400,9 +384,7 @@ class ProcessClient:
                         self._watch.begun(request_id)
             return
         if kind is MessageKind.SEEN:
-            look = self._looks.get(body.op_id)
-            if look is not None and not look.done():
-                look.set_result(body)
+            self._answer(body.op_id, body)
             return
         assert isinstance(body, Batch)
         self._stats = body.stats
@@ -414,14 +396,9 @@ class ProcessClient:
                 mine.outputs.put(output)
                 if output.revision is not None and mine.submit.adapter is not None:
                     self.adapters.found(mine.submit.adapter)
-        for control in body.controls:
-            asked = self._controls.get(control.op_id)
-            if asked is not None and not asked.done():
-                asked.set_result(control)
-        for reply in body.replies:
-            answer = self._ops.get(reply.op_id)
-            if answer is not None and not answer.done():
-                answer.set_result(reply)
+        replies: list[ControlReply | LoraReply] = [*body.controls, *body.replies]
+        for reply in replies:
+            self._answer(reply.op_id, reply, reply_error(reply))
         if self._watch is not None:
             self._watch.stepped(body.stats)
             for load in body.loads:
@@ -487,14 +464,8 @@ class ProcessClient:
 
     def _end_operations(self, reason: str) -> None:
         """No reply will come any more."""
-        waiting: list[asyncio.Future[Any]] = [
-            *self._ops.values(),
-            *self._controls.values(),
-            *self._looks.values(),
-        ]
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(UnavailableError(reason))
+        for number in self._asked:
+            self._answer(number, None, UnavailableError(reason))
 
     async def _restarted(self, number: int) -> bool:
         pause_s = self._first_pause_s * 2 ** (number - 1)
@@ -554,8 +525,8 @@ class ProcessClient:
         done: dict[AdapterName, LoadLora] = {}
         # The table may get more while these load.
         while missing := [load for load in self.adapters.loads if done.get(load.name) != load]:
-            again = [replace(load, op_id=next(self._op_ids), in_place=True) for load in missing]
-            asked = [self._ask(child, MessageKind.LOAD, load) for load in again]
+            again = (replace(load, in_place=True) for load in missing)
+            asked = (self._ask(MessageKind.LOAD, load, child) for load in again)
             replies = await asyncio.gather(*asked, return_exceptions=True)
             for load, reply in zip(missing, replies, strict=True):
                 done[load.name] = load

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from manyroots.config import EngineSettings
-from manyroots.engine.client import EngineDiedError, PauseMode, control_error
+from manyroots.engine.client import EngineDiedError, PauseMode
 from manyroots.engine.process_client import POLL_S, ProcessClient
 from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.errors import ManyrootsError, UnavailableError
@@ -82,17 +82,15 @@ class RouterLink:
             self._stream.close()
             self._stream = None
 
-    def send(self, kind: MessageKind, body: object) -> None:
+    def send(self, kind: MessageKind | LinkKind, body: object) -> None:
         assert self._stream is not None
         if isinstance(body, Submit):
             session = (current_session.get() or "").encode()
             self._stream.send([*self._submits.encode(body), session])
+        elif isinstance(kind, LinkKind):
+            self._stream.send(encode_link(kind, body))
         else:
             self._stream.send(encode(kind, body))
-
-    def tell(self, kind: LinkKind, body: object) -> None:
-        assert self._stream is not None
-        self._stream.send(encode_link(kind, body))
 
     async def live(self, take: Callable[[MessageKind, Any], None]) -> str:
         """Pass messages on until the router is gone; gives why."""
@@ -136,10 +134,6 @@ class RouterClient(ProcessClient):
     def _make_link(self) -> RouterLink:
         return RouterLink(self._path, self._take_notice)
 
-    @property
-    def _link(self) -> RouterLink:
-        return cast("RouterLink", self._serving_child())
-
     # How the replicas are, as the router tells
 
     @property
@@ -177,9 +171,7 @@ class RouterClient(ProcessClient):
                 if (mine := self._requests.pop(notice.request_id, None)) is not None:
                     mine.outputs.put(UnavailableError(notice.reason))
             case Unseen():
-                look = self._looks.get(notice.op_id)
-                if look is not None and not look.done():
-                    look.set_exception(UnavailableError(notice.reason))
+                self._answer(notice.op_id, None, UnavailableError(notice.reason))
             case Names():
                 if notice.number == 0:  # a router's first, whatever another one had
                     self._told.clear()
@@ -187,7 +179,7 @@ class RouterClient(ProcessClient):
                     self._named(known.name, known)
                 for name in notice.removed:
                     self._named(name, None)
-                link.tell(LinkKind.HEARD, notice.number)
+                link.send(LinkKind.HEARD, notice.number)
 
     def _named(self, name: AdapterName, known: NamedAdapter | None) -> None:
         self._names[name] = known
@@ -206,13 +198,12 @@ class RouterClient(ProcessClient):
         for name, known in list(self._names.items()):
             if name in self._told:  # by another gateway, meanwhile
                 continue
-            number = next(self._op_ids)
             try:
                 if known is None:
-                    await self._ask(child, MessageKind.UNLOAD, UnloadLora(number, name))
+                    await self._ask(MessageKind.UNLOAD, UnloadLora(0, name), child)
                 elif known.load is not None:
-                    load = replace(known.load, op_id=number, in_place=True)
-                    await self._ask(child, MessageKind.LOAD, load)
+                    load = replace(known.load, in_place=True)
+                    await self._ask(MessageKind.LOAD, load, child)
             except ManyrootsError as error:
                 logger.error("adapter %s could not be loaded again: %s", name, error)
         self._set_serving(True)
@@ -245,23 +236,13 @@ class RouterClient(ProcessClient):
         """Of any gateway's requests: the router knows them."""
         if not self._is_serving:
             return False
-        self._link.send(MessageKind.ABORT, Abort([request_id]))
+        self._serving_child().send(MessageKind.ABORT, Abort([request_id]))
         return True
 
     # All replicas at once
 
     async def _order(self, kind: OrderKind, argument: str = "") -> ControlReply:
-        link, number = self._link, next(self._op_ids)
-        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
-        self._controls[number] = answer
-        try:
-            link.tell(LinkKind.ORDER, Order(number, kind, argument))
-            reply = await answer
-        finally:
-            del self._controls[number]
-        if error := control_error(reply):
-            raise error
-        return reply
+        return cast("ControlReply", await self._ask(LinkKind.ORDER, Order(0, kind, argument)))
 
     async def reset_cache(self) -> ControlReply:
         return await self._order(OrderKind.RESET_CACHE)

@@ -23,7 +23,7 @@ from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
 from manyroots.engine.adapter_tensors import memory_adapter
 from manyroots.engine.build import build_engine, free_memory
-from manyroots.engine.client import lora_error
+from manyroots.engine.client import reply_error
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.engine.interrupts import Interrupts
 from manyroots.engine.loop import EngineLoop
@@ -575,6 +575,6 @@ class LLM:
 
 
 def _checked(reply: LoraReply) -> LoraReply:
-    if error := lora_error(reply):
+    if error := reply_error(reply):
         raise error
     return reply

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from manyroots.engine.adapter_table import AdapterTable
-from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, lora_error
+from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, reply_error
 from manyroots.errors import UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
@@ -198,7 +198,7 @@ class FakeEngine:
         self.lora_ops.append(message)
         await self.lora_gate.wait()
         reply = self.lora_rule(message)
-        if error := lora_error(reply):
+        if error := reply_error(reply):
             raise error
         return reply
 

@@ -68,7 +68,7 @@ class AdapterTable:
         """The engine takes requests for a name."""
         self._put(KnownAdapter(load.name, UPLOADED if load.is_upload else path, load))
 
-    def found(self, asked: AdapterName, path: str | None = None) -> None:
+    def found(self, asked: AdapterName) -> None:
         """The engine has answered a request that names this."""
         name = AdapterName(split_revision(asked)[0])
         if name in self._by_name or is_combination(asked):
@@ -78,7 +78,7 @@ class AdapterTable:
             if oldest is None:
                 return
             del self._by_name[oldest]
-        self._put(KnownAdapter(name, path or name, None))
+        self._put(KnownAdapter(name, name, None))
 
     def forget(self, name: AdapterName) -> None:
         """The engine has unloaded a name."""

@@ -53,12 +53,11 @@ class Unseen:
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """A name that takes requests."""
+    """A name that takes requests since it was loaded."""
 
-    name: AdapterName
+    load: LoadLora
     path: str
-    load: LoadLora | None
-    """What it was loaded by; None: it was there at the start, or an engine found it."""
+    """As it is shown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from manyroots.gateway.orders import (
     Fleet,
     LinkKind,
     Lost,
-    NamedAdapter,
     Names,
     Order,
     OrderKind,
@@ -37,7 +36,16 @@ from manyroots.gateway.orders import (
 from manyroots.gateway.replica_set import MAX_BEGUN_ATTEMPTS
 from manyroots.gateway.session import current_session
 from manyroots.ids import AdapterName, RequestId
-from manyroots.messages import Abort, ControlReply, EngineInfo, Output, Stats, Submit, UnloadLora
+from manyroots.messages import (
+    Abort,
+    ControlReply,
+    EngineInfo,
+    LoadLora,
+    Output,
+    Stats,
+    Submit,
+    UnloadLora,
+)
 from manyroots.process.progress import Progress
 from manyroots.snapshot import ReplicaView
 
@@ -126,10 +134,10 @@ class RouterClient(ProcessClient):
         self._path = path
         self._ids = itertools.count((os.getpid() << _ID_BITS) + 1)
         self._fleet: Fleet | None = None
-        self._names: dict[AdapterName, NamedAdapter | None] = {}
-        """What names mean, as the router has told; None: they are unloaded."""
+        self._unloaded: set[AdapterName] = set()
+        """Names that a router has unloaded; the others are in the table."""
         self._told: set[AdapterName] = set()
-        """Names that the router of now has told of."""
+        """Names that the current router has told of."""
 
     def _make_link(self) -> RouterLink:
         return RouterLink(self._path, self._take_notice)
@@ -175,37 +183,33 @@ class RouterClient(ProcessClient):
             case Names():
                 if notice.number == 0:  # a router's first, whatever another one had
                     self._told.clear()
-                for known in notice.added:
-                    self._named(known.name, known)
+                for named in notice.added:
+                    self._unloaded.discard(named.load.name)
+                    self.adapters.loaded(named.load, named.path)
                 for name in notice.removed:
-                    self._named(name, None)
+                    self._unloaded.add(name)
+                    self.adapters.forget(name)
+                self._told.update(notice.removed, (named.load.name for named in notice.added))
                 link.send(LinkKind.HEARD, notice.number)
-
-    def _named(self, name: AdapterName, known: NamedAdapter | None) -> None:
-        self._names[name] = known
-        self._told.add(name)
-        if known is None:
-            self.adapters.forget(name)
-        elif known.load is not None:
-            self.adapters.loaded(known.load, known.path)
-        else:
-            self.adapters.found(name, known.path)
 
     async def _resume(self, child: Any, *, is_first: bool) -> None:
         """Tell a new router what was loaded and unloaded before it."""
         if is_first:
             return
-        for name, known in list(self._names.items()):
-            if name in self._told:  # by another gateway, meanwhile
+        changes: list[LoadLora | UnloadLora] = [UnloadLora(0, name) for name in self._unloaded]
+        changes += [
+            replace(load, in_place=True)
+            for load in self.adapters.loads
+            if load.name not in self._unloaded
+        ]
+        for change in changes:
+            if change.name in self._told:  # by another gateway, meanwhile
                 continue
+            kind = MessageKind.LOAD if isinstance(change, LoadLora) else MessageKind.UNLOAD
             try:
-                if known is None:
-                    await self._ask(MessageKind.UNLOAD, UnloadLora(0, name), child)
-                elif known.load is not None:
-                    load = replace(known.load, in_place=True)
-                    await self._ask(MessageKind.LOAD, load, child)
+                await self._ask(kind, change, child)
             except ManyrootsError as error:
-                logger.error("adapter %s could not be loaded again: %s", name, error)
+                logger.error("adapter %s could not be loaded again: %s", change.name, error)
         self._set_serving(True)
 
     # Requests

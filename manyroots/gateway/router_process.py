@@ -125,8 +125,9 @@ class RouterServer:
         self._gateways: set[_Gateway] = set()
         self._owners: dict[RequestId, _Gateway] = {}
         self._is_ready = asyncio.Event()
-        self._names: dict[AdapterName, NamedAdapter | None] = {}
-        """What was loaded, or unloaded (None), since the start."""
+        self._unloaded: set[AdapterName] = set()
+        """Names that gateways may know from flags or another router, and that do not serve. Those
+        that do are in the replicas' table."""
         self._changing = asyncio.Lock()
         """Held while a name changes: all gateways see one order."""
         self._numbers = itertools.count(1)
@@ -156,9 +157,12 @@ class RouterServer:
         await self._is_ready.wait()
         async with self._changing:
             self._gateways.add(gateway)
-            known = [each for each in self._names.values() if each is not None]
-            gone = [name for name, each in self._names.items() if each is None]
-            gateway.tell(LinkKind.NAMES, Names(0, known, gone))
+            named = [
+                NamedAdapter(known.source, known.path)
+                for known in self._replicas.adapters
+                if isinstance(known.source, LoadLora)
+            ]
+            gateway.tell(LinkKind.NAMES, Names(0, named, list(self._unloaded)))
         gateway.tell(LinkKind.FLEET, self._fleet)
         gateway.send(MessageKind.READY, self._replicas.info)
         try:
@@ -283,7 +287,8 @@ class RouterServer:
                     in_place=load.in_place,
                     is_upload=load.is_upload,
                 )
-                await self._rename(load.name, NamedAdapter(load.name, reply.path, load))
+                self._unloaded.discard(load.name)
+                await self._tell_names([NamedAdapter(load, reply.path)], [])
             except ManyrootsError as error:
                 reply = LoraReply(load.op_id, error=str(error), error_kind=_kind(error))
         gateway.replies.append(replace(reply, op_id=load.op_id))
@@ -293,18 +298,17 @@ class RouterServer:
         async with self._changing:
             try:
                 reply = await self._replicas.unload_adapter(unload.name)
-                await self._rename(unload.name, None)
+                self._unloaded.add(unload.name)
+                await self._tell_names([], [unload.name])
             except ManyrootsError as error:
                 reply = LoraReply(unload.op_id, error=str(error), error_kind=_kind(error))
         gateway.replies.append(replace(reply, op_id=unload.op_id))
         self._flush_soon(gateway)
 
-    async def _rename(self, name: AdapterName, known: NamedAdapter | None) -> None:
-        """Return when every gateway knows what a name means now, or is gone."""
-        self._names[name] = known
+    async def _tell_names(self, added: list[NamedAdapter], removed: list[AdapterName]) -> None:
+        """Return when every gateway knows what these names mean now, or is gone."""
         number = next(self._numbers)
-        change = Names(number, [] if known is None else [known], [name] if known is None else [])
-        asked = []
+        change, asked = Names(number, added, removed), []
         for gateway in self._gateways:
             ack = gateway.acks[number] = asyncio.Event()
             gateway.tell(LinkKind.NAMES, change)

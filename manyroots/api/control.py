@@ -6,7 +6,6 @@ Only there with --admin-key, and only for it. Named as vLLM names them, and as S
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 
 import msgspec
 from starlette.requests import Request
@@ -16,7 +15,7 @@ from manyroots.api.body import read_request
 from manyroots.api.endpoints import Endpoint, post
 from manyroots.api.events import json_response
 from manyroots.api.requests import Ignored
-from manyroots.api.responses import Replica, Replicas
+from manyroots.api.responses import Replicas
 from manyroots.api.state import server_of
 from manyroots.engine.client import EngineClient, PauseMode
 from manyroots.errors import RequestError, UnavailableError
@@ -120,7 +119,7 @@ async def list_replicas(request: Request) -> Response:
     """The engines of this server; none are listed where there is one."""
     engine = server_of(request).engine
     views = engine.replicas if isinstance(engine, ReplicaSet | RouterClient) else []
-    return json_response(Replicas([Replica(**dataclasses.asdict(view)) for view in views]))
+    return json_response(Replicas(views))
 
 
 async def restart_replicas(request: Request) -> Response:

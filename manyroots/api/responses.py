@@ -9,6 +9,8 @@ from datetime import datetime
 
 import msgspec
 
+from manyroots.snapshot import ReplicaView
+
 Finish = str | None
 
 
@@ -274,27 +276,8 @@ class AdapterStates(msgspec.Struct):
     object: str = "list"
 
 
-class Replica(msgspec.Struct, kw_only=True):
-    """One of the engines of a server with --replicas."""
-
-    number: int
-    is_up: bool
-    is_drained: bool
-    """It does not answer, and gets no requests until it does."""
-    is_leaving: bool
-    """It gets no new requests, and ends when it has none."""
-    num_open: int
-    num_requests: int
-    num_running: int
-    num_waiting: int
-    page_usage: float
-    """Share of its pages that requests hold."""
-    num_restarts: int
-    pid: int | None
-
-
 class Replicas(msgspec.Struct):
-    data: list[Replica]
+    data: list[ReplicaView]
     object: str = "list"
 
 

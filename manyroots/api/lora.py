@@ -27,7 +27,7 @@ from manyroots.api.tenants import current_tenant
 from manyroots.engine.adapter_table import UPLOADED
 from manyroots.errors import RequestError
 from manyroots.ids import REVISION_DIGITS, AdapterName
-from manyroots.messages import LoraReply
+from manyroots.messages import LoadLora, LoraReply
 from manyroots.snapshot import AdapterView
 
 
@@ -87,13 +87,15 @@ async def _to_the_end(work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
 async def _load(service: Service, request: LoadLoraRequest) -> LoraLoaded:
     if fault := name_fault(request.lora_name):
         raise RequestError(fault, field="lora_name")
-    reply = await service.engine.load_adapter(
+    load = LoadLora(
+        0,
         AdapterName(request.lora_name),
         request.lora_path,
         is_pinned=bool(request.pinned),
         in_place=bool(request.load_inplace),
     )
-    return _loaded(request.lora_name, reply.path, reply, is_pinned=bool(request.pinned))
+    reply = await service.engine.load_adapter(load)
+    return _loaded(load, reply.path, reply)
 
 
 async def upload_lora_adapter(request: Request) -> Response:
@@ -115,20 +117,19 @@ async def upload_lora_adapter(request: Request) -> Response:
 
 async def _publish(service: Service, name: str, folder: Path, is_pinned: bool) -> LoraLoaded:
     """Requests that come from now on are the new revision's; those that run keep the old one."""
+    load = LoadLora(0, AdapterName(name), str(folder), is_pinned, in_place=True, is_upload=True)
     try:
-        reply = await service.engine.load_adapter(
-            AdapterName(name), str(folder), is_pinned=is_pinned, in_place=True, is_upload=True
-        )
+        reply = await service.engine.load_adapter(load)
     except BaseException:
         await service.uploads.discard(folder)
         raise
     await service.uploads.published(name, folder)
-    return _loaded(name, UPLOADED, reply, is_pinned=is_pinned)
+    return _loaded(load, UPLOADED, reply)
 
 
-def _loaded(name: str, path: str, reply: LoraReply, *, is_pinned: bool) -> LoraLoaded:
+def _loaded(load: LoadLora, path: str, reply: LoraReply) -> LoraLoaded:
     return LoraLoaded(
-        lora_name=name,
+        lora_name=load.name,
         lora_path=path,
         status="unchanged" if reply.is_unchanged else "loaded",
         rank=reply.rank,
@@ -136,7 +137,7 @@ def _loaded(name: str, path: str, reply: LoraReply, *, is_pinned: bool) -> LoraL
         digest=reply.digest,
         revision=reply.digest[:REVISION_DIGITS],
         modules=list(reply.modules),
-        pinned=is_pinned,
+        pinned=load.is_pinned,
     )
 
 

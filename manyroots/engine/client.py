@@ -17,6 +17,7 @@ from manyroots.messages import (
     ControlReply,
     EngineInfo,
     ErrorKind,
+    LoadLora,
     LoadTime,
     LoraReply,
     Output,
@@ -109,17 +110,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def load_adapter(
-        self,
-        name: AdapterName,
-        path: str,
-        *,
-        is_pinned: bool,
-        in_place: bool,
-        is_upload: bool = False,
-    ) -> LoraReply:
-        """Read an adapter and accept requests for it. Raises the reason if it cannot be used.
-        `is_upload`: the server stored it, so the folders that callers may name do not matter."""
+    async def load_adapter(self, load: LoadLora) -> LoraReply:
+        """Read an adapter and accept requests for it. Raises the reason if it cannot be used. The
+        client chooses the `op_id`."""
         ...
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:

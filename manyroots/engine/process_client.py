@@ -210,16 +210,7 @@ class ProcessClient:
             if is_open and self._is_serving:
                 self._serving_child().send(MessageKind.ABORT, Abort([request.request_id]))
 
-    async def load_adapter(
-        self,
-        name: AdapterName,
-        path: str,
-        *,
-        is_pinned: bool,
-        in_place: bool,
-        is_upload: bool = False,
-    ) -> LoraReply:
-        load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
+    async def load_adapter(self, load: LoadLora) -> LoraReply:
         reply = await self.ask_load(load)
         self.adapters.loaded(load, reply.path)
         return reply

@@ -466,22 +466,13 @@ class ReplicaSet:
 
     # Adapters
 
-    async def load_adapter(
-        self,
-        name: AdapterName,
-        path: str,
-        *,
-        is_pinned: bool,
-        in_place: bool,
-        is_upload: bool = False,
-    ) -> LoraReply:
-        load = LoadLora(0, name, path, is_pinned, in_place, is_upload)
-
+    async def load_adapter(self, load: LoadLora) -> LoraReply:
+        name = load.name
         async with self._changing:
             results = await self._ask_living(lambda client: client.ask_load(load))
             replies = [result for result in results if isinstance(result, LoraReply)]
             errors = [result for result in results if isinstance(result, BaseException)]
-            if errors and replies and not in_place:
+            if errors and replies and not load.in_place:
                 loaded = [c for c, r in zip(self._clients, results, strict=True) if r in replies]
                 undone = (client.ask_unload(name) for client in loaded)
                 await asyncio.gather(*undone, return_exceptions=True)

@@ -280,13 +280,7 @@ class RouterServer:
     async def _load(self, gateway: _Gateway, load: LoadLora) -> None:
         async with self._changing:
             try:
-                reply = await self._replicas.load_adapter(
-                    load.name,
-                    load.path,
-                    is_pinned=load.is_pinned,
-                    in_place=load.in_place,
-                    is_upload=load.is_upload,
-                )
+                reply = await self._replicas.load_adapter(load)
                 self._unloaded.discard(load.name)
                 await self._tell_names([NamedAdapter(load, reply.path)], [])
             except ManyrootsError as error:

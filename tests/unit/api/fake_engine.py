@@ -180,11 +180,8 @@ class FakeEngine:
         if not self.is_alive:
             raise UnavailableError("the engine died")
 
-    async def load_adapter(
-        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
-    ) -> LoraReply:
+    async def load_adapter(self, load: LoadLora) -> LoraReply:
         self._check_alive()
-        load = LoadLora(len(self.lora_ops), name, path, is_pinned, in_place)
         reply = await self._answer(load)
         self.adapters.loaded(load, reply.path)
         return reply

@@ -12,7 +12,7 @@ from manyroots.engine.client import PauseMode
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.ids import AdapterName
-from manyroots.messages import LoraReply
+from manyroots.messages import LoadLora, LoraReply
 from tests.helpers.slow_steps import slow_steps
 from tests.helpers.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import request, settings_of, started, tokens, until
@@ -105,7 +105,7 @@ async def _asleep_with_a_load_under_way(
 
     async def pause(mode: PauseMode) -> None:
         await real(mode)
-        load = client.load_adapter(AdapterName("late"), path, is_pinned=False, in_place=False)
+        load = client.load_adapter(LoadLora(0, AdapterName("late"), path))
         loads.append(asyncio.create_task(load))
         await asyncio.sleep(0)
 

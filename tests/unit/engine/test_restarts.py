@@ -19,7 +19,7 @@ from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import NotFoundError, UnavailableError
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.messages import LoadTime, Stats, Submit
+from manyroots.messages import LoadLora, LoadTime, Stats, Submit
 from manyroots.sampling import SamplingParams
 from tests.helpers.slow_steps import slow_steps
 from tests.helpers.tiny_adapters import TinyAdapters
@@ -82,8 +82,7 @@ def test_r07_a_dead_engine_is_started_again_and_serves_those_who_waited(
 
     async def body() -> None:
         async with started(settings_of(tiny), max_restarts=1) as client:
-            load = {"is_pinned": False, "in_place": False}
-            await client.load_adapter(AdapterName("late"), tiny.path("all"), **load)
+            await client.load_adapter(LoadLora(0, AdapterName("late"), tiny.path("all")))
             await client.unload_adapter(AdapterName("gone"))
             running = client.generate(request(client, 150))
             await anext(running)

@@ -18,6 +18,7 @@ from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.blocks import BlockMatrix
 from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm
 from manyroots.kernels.compressed.step import RowsStep
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
@@ -310,28 +311,10 @@ class CausalConvOps(Protocol):
 
 class DeltaRuleOps(Protocol):
     def gated_delta(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        rows: StateRows,
+        self, q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
     ) -> Tensor: ...
     def channel_delta(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        state: Tensor,
-        rows: StateRows,
+        self, q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
     ) -> Tensor: ...
 
 

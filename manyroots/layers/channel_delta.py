@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -73,10 +74,9 @@ class ChannelDeltaNet:
             self._by_head(self._whole(second, self._whole(first, x, step), step))
             for first, second in ((self.f_a, self.f_b), (self.g_a, self.g_b))
         )
-        read = kernels.delta_rule.channel_delta(
-            q, k, v, decay, both[:, 3 * spec.inner :], self._a_log,
-            self._dt_bias.view(spec.num_heads, spec.head_dim), matrix, rows,
-        )  # fmt: skip
+        bias = self._dt_bias.view(spec.num_heads, spec.head_dim)
+        gates = DeltaGates(decay, both[:, 3 * spec.inner :], self._a_log, bias)
+        read = kernels.delta_rule.channel_delta(q, k, v, gates, matrix, rows)
         normed = kernels.norm.rms_norm(read.flatten(0, 1), self._norm, self._eps)
         gated = kernels.gated_norm.sigmoid_gated(normed.view(read.shape), gate)
         return self.o(gated.flatten(1), step)

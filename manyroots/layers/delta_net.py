@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -74,9 +75,8 @@ class GatedDeltaNet:
         qkv, z, beta, decay = self._parts(projected)
         qkv = self._kernels.causal_conv.conv(qkv, self._filter, None, conv_state, rows, "silu")
         q, k, v = self._heads(qkv)
-        read = self._kernels.delta_rule.gated_delta(
-            q, k, v, decay, beta, self._a_log, self._dt_bias, matrix, rows
-        )
+        gates = DeltaGates(decay, beta, self._a_log, self._dt_bias)
+        read = self._kernels.delta_rule.gated_delta(q, k, v, gates, matrix, rows)
         normed = self._kernels.gated_norm.gated_norm(
             read, z, self._norm, self._eps, gate_first=False
         )

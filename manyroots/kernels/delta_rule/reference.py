@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.recurrent.rows import StateRows
 
 EPS = 1e-6
@@ -19,63 +20,40 @@ EPS = 1e-6
 
 
 def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v.
 
     q and k [tokens, key_heads, key_dim] are normalised here. Several consecutive heads share a key
-    head: v is [tokens, key_heads, heads of each, value_dim]. `decay` and `beta` [tokens, key_heads,
-    heads of each] are raw products: g = -exp(a_log) softplus(decay + dt_bias), and beta goes
-    through a sigmoid. `a_log` and `dt_bias` are [heads]. `state` [units, heads, key_dim, value_dim]
-    is float32.
+    head: v is [tokens, key_heads, heads of each, value_dim], `decay` and `beta` [tokens, key_heads,
+    heads of each], `a_log` and `dt_bias` [heads]. `state` [units, heads, key_dim, value_dim] is
+    float32.
     """
+    decay, beta, a_log, dt_bias = gates.all
     v, decay, beta = v.flatten(1, 2), decay.flatten(1), beta.flatten(1)
-    heads, dim = v.shape[1], q.shape[2]
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    each = heads // q.shape[1]
-    q, k = (_unit(x.float()).repeat_interleave(each, dim=1) for x in (q, k))
+    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))
     g = -a_log.float().exp() * F.softplus(decay.float() + dt_bias.float())
-    beta = beta.float().sigmoid()
-    starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
-    for seq, unit in enumerate(rows.units.tolist()):
-        kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
-        for t in range(starts[seq], starts[seq + 1]):
-            kept = kept * g[t].exp()[:, None, None]
-            read = torch.einsum("hkv,hk->hv", kept, k[t])
-            written = beta[t, :, None] * (v[t] - read)
-            kept = kept + torch.einsum("hk,hv->hkv", k[t], written)
-            out[t] = (torch.einsum("hkv,hk->hv", kept, q[t]) * dim**-0.5).to(out.dtype)
-        state[unit] = kept
-    return out
+    return _tokens(q, k, v, g[..., None], beta, state, rows)
 
 
 def channel_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """The same with a decay for each channel of a key (Kimi Linear): q, k and `decay` [tokens,
     heads, key_dim], v [tokens, heads, value_dim], beta [tokens, heads], `a_log` [heads] and
     `dt_bias` [heads, key_dim]."""
+    decay, beta, a_log, dt_bias = gates.all
+    g = -a_log.float().exp()[:, None] * F.softplus(decay.float() + dt_bias.float())
+    return _tokens(q, k, v, g, beta, state, rows)
+
+
+def _tokens(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, rows: StateRows
+) -> Tensor:
+    """g [tokens, heads, key_dim or 1]"""
     dim = q.shape[2]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    q, k = _unit(q.float()), _unit(k.float())
-    g = -a_log.float().exp()[:, None] * F.softplus(decay.float() + dt_bias.float())
-    beta = beta.float().sigmoid()
+    q, k, beta = _unit(q.float()), _unit(k.float()), beta.float().sigmoid()
     starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
     for seq, unit in enumerate(rows.units.tolist()):
         kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()

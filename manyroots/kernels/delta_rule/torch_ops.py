@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.delta_rule.reference import EPS
 from manyroots.kernels.recurrent.chunks import (
     chunks_by_group,
@@ -37,18 +38,11 @@ CHANNEL_CHUNK = 16
 
 
 def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
     for the shapes."""
+    decay, beta, a_log, dt_bias = gates.all
     v, decay, beta = v.flatten(1, 2), decay.flatten(1), beta.flatten(1)
     q = _unit(q.float()).mul_(q.shape[2] ** -0.5)
     k = _unit(k.float())
@@ -71,17 +65,10 @@ def gated_delta(
 
 
 def channel_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """The same with a decay for each channel of a key. See `reference.py` for the shapes."""
+    decay, beta, a_log, dt_bias = gates.all
     q = _unit(q.float()).mul_(q.shape[2] ** -0.5)
     k = _unit(k.float())
     g = F.softplus(decay.float() + dt_bias.float()).mul_(-a_log.float().exp()[:, None])

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.delta_rule.reference import EPS
 from manyroots.kernels.delta_rule.triton_channels import channel_delta
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
@@ -198,15 +199,7 @@ def _scan(
 
 
 def gated_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
     for the shapes. Queries and keys have the same strides, and so have decays and betas. The heads
@@ -214,18 +207,17 @@ def gated_delta(
     num_tokens, groups, each, value_dim = v.shape
     heads, key_dim = groups * each, q.shape[2]
     assert q.stride() == k.stride()
-    assert decay.stride() == beta.stride()
+    assert gates.decay.stride() == gates.beta.stride()
     out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
-    gates = (decay, beta, a_log, dt_bias)
     of_keys, of_values = (q.stride(0), q.stride(1)), (v.stride(0), v.stride(1))
-    of_gates = (decay.stride(0), decay.stride(1))
+    of_gates = (gates.decay.stride(0), gates.decay.stride(1))
     shape = {"HEADS": heads, "EACH": each, "KEY_DIM": key_dim}
     shape |= {"VALUE_DIM": value_dim, **launch_options(v.device)}
     block_v = min(BLOCK_V, value_dim)
     count = rows.num_decodes
     if count:
         _decode[(value_dim // block_v, heads, count)](
-            q, k, v, *gates, state, out, rows.units, rows.is_fresh, *of_keys, *of_values,
+            q, k, v, *gates.all, state, out, rows.units, rows.is_fresh, *of_keys, *of_values,
             *of_gates, state.stride(0), BLOCK_V=block_v, EPS=EPS, **shape,
         )  # fmt: skip
     num_prompts = len(rows.units) - count
@@ -236,11 +228,11 @@ def gated_delta(
         num_chunks = triton.cdiv(rows.max_len, CHUNK)
         shape |= {"CHUNK": CHUNK, "IS_NARROW": min(key_dim, value_dim) < MIN_COLUMNS}
         _solve[(num_chunks, heads, num_prompts)](
-            k, v, *gates, wanted, reading, starts, *of_keys, *of_values, *of_gates, EPS=EPS,
+            k, v, *gates.all, wanted, reading, starts, *of_keys, *of_values, *of_gates, EPS=EPS,
             **shape,
         )  # fmt: skip
         _scan[(value_dim // block_v, heads, num_prompts)](
-            q, k, *gates, wanted, reading, state, out, rows.units[count:], starts,
+            q, k, *gates.all, wanted, reading, state, out, rows.units[count:], starts,
             rows.is_fresh[count:], *of_keys, *of_gates, state.stride(0), BLOCK_V=block_v,
             EPS=EPS, **shape,
         )  # fmt: skip

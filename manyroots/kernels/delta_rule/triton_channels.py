@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.delta_rule.reference import EPS
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.recurrent.rows import StateRows
@@ -58,15 +59,7 @@ def _tokens(
 
 
 def channel_delta(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    state: Tensor,
-    rows: StateRows,
+    q: Tensor, k: Tensor, v: Tensor, gates: DeltaGates, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read. See `reference.py` for the shapes. A
     token's heads are adjacent; dimensions are powers of two."""
@@ -74,8 +67,8 @@ def channel_delta(
     out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     block_v = min(BLOCK_V, value_dim)
     _tokens[(value_dim // block_v, heads, len(rows.units))](
-        q, k, v, decay, beta, a_log, dt_bias, state, out, rows.units, rows.starts, rows.is_fresh,
-        q.stride(0), k.stride(0), v.stride(0), decay.stride(0), beta.stride(0), state.stride(0),
+        q, k, v, *gates.all, state, out, rows.units, rows.starts, rows.is_fresh, q.stride(0),
+        k.stride(0), v.stride(0), gates.decay.stride(0), gates.beta.stride(0), state.stride(0),
         HEADS=heads, KEY_DIM=q.shape[2], VALUE_DIM=value_dim, BLOCK_V=block_v, EPS=EPS,
         **launch_options(v.device),
     )  # fmt: skip

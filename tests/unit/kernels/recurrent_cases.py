@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from manyroots.kernels.delta_rule.inputs import DeltaGates
 from manyroots.kernels.recurrent.rows import StateRows
 
 NUM_UNITS = 9
@@ -120,10 +121,9 @@ class DeltaCase:
             draw(NUM_UNITS, 3 * heads, key, value, dtype=torch.float32)[:, heads : 2 * heads],
         )
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (
-            self.q, self.k, self.v, self.decay, self.beta, self.a_log, self.dt_bias,
-        )  # fmt: skip
+    def inputs(self) -> tuple[Tensor | DeltaGates, ...]:
+        gates = DeltaGates(self.decay, self.beta, self.a_log, self.dt_bias)
+        return self.q, self.k, self.v, gates
 
 
 @dataclass

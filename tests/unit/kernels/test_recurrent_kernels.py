@@ -146,11 +146,11 @@ def test_gated_norms_equal_the_reference(gate_first: bool, dtype: torch.dtype) -
 def test_prompts_are_computed_in_chunks_not_token_by_token_f06(kind: str) -> None:
     """F06: 2,000 tokens take a small part of the operators that as many single steps do."""
     num_tokens, draw = 2000, Drawn(CPU, torch.float32)
-    case = DeltaCase.draw(num_tokens, draw) if kind == "delta" else ScanCase.draw(num_tokens, draw)
+    drawn = DeltaCase.draw if kind == "delta" else ScanCase.draw
     compute = delta_ops.gated_delta if kind == "delta" else mamba_ops.scan
-    one = [x[:1] if len(x) == num_tokens else x for x in case.inputs()]
+    case, one = drawn(num_tokens, draw), drawn(1, draw)
     with CountedOps() as whole:
         compute(*case.inputs(), case.state, make_rows([num_tokens], [True], CPU))
     with CountedOps() as single:
-        compute(*one, case.state, make_rows([1], [False], CPU))
+        compute(*one.inputs(), one.state, make_rows([1], [False], CPU))
     assert num_tokens * single.count >= 50 * whole.count

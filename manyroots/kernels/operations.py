@@ -27,6 +27,7 @@ from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
 from manyroots.kernels.latent.inputs import IndexNorm, KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.mamba.inputs import MambaSteps
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.kernels.packed import PackedMatrix
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMapping
@@ -320,17 +321,7 @@ class DeltaRuleOps(Protocol):
 
 class MambaOps(Protocol):
     def scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a_log: Tensor,
-        dt_bias: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor,
-        state: Tensor,
-        rows: StateRows,
-        least_step: float = 0.0,
+        self, x: Tensor, b: Tensor, c: Tensor, steps: MambaSteps, state: Tensor, rows: StateRows
     ) -> Tensor: ...
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.mamba.inputs import MambaSteps
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -83,10 +84,9 @@ class Mamba2:
         )
         values, b, c = torch.split(xbc, [piece.size for piece in self._pieces], dim=1)
         groups = (-1, spec.groups, spec.state_dim)
-        read = self._kernels.mamba.scan(
-            values.view(-1, spec.num_heads, spec.head_dim), dt, self._a_log, self._dt_bias,
-            b.view(groups), c.view(groups), self._skip, matrix, rows, spec.least_step,
-        )  # fmt: skip
+        values = values.view(-1, spec.num_heads, spec.head_dim)
+        steps = MambaSteps(dt, self._a_log, self._dt_bias, self._skip, spec.least_step)
+        read = self._kernels.mamba.scan(values, b.view(groups), c.view(groups), steps, matrix, rows)
         given = self.out_proj(self._normed(read.flatten(1), gate), step)
         return given.with_factor(spec.out_factor)
 

@@ -235,7 +235,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "causal_conv.conv": lambda args, out: _of_states(out, args[3], args[4]),
     "delta_rule.gated_delta": lambda args, out: _of_states(out, args[4], args[5]),
     "delta_rule.channel_delta": lambda args, out: _of_states(out, args[4], args[5]),
-    "mamba.scan": lambda args, out: _of_states(out, args[7], args[8]),
+    "mamba.scan": lambda args, out: _of_states(out, args[4], args[5]),
     "gated_norm.gated_norm": lambda args, out: {"out": out},
     "gated_norm.gated": lambda args, out: {"out": out},
     "gated_norm.sigmoid_gated": lambda args, out: {"out": out},

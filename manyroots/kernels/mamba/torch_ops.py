@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.mamba.inputs import MambaSteps
 from manyroots.kernels.recurrent.chunks import (
     chunks_by_group,
     chunks_by_head,
@@ -25,27 +26,18 @@ CHUNK = 64
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    state: Tensor,
-    rows: StateRows,
-    least_step: float = 0.0,
+    x: Tensor, b: Tensor, c: Tensor, steps: MambaSteps, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Returns [tokens, heads, head_dim] for x of that shape, in its dtype. See `reference.py` for
     the others."""
     values, b, c = x.float(), b.float(), c.float()
-    steps = F.softplus(dt.float() + dt_bias.float()).clamp_(min=least_step)
-    decays = steps * -a_log.float().exp()
-    out = values * d.float()[:, None]
+    dt = F.softplus(steps.dt.float() + steps.dt_bias.float()).clamp_(min=steps.least_step)
+    decays = dt * -steps.a_log.float().exp()
+    out = values * steps.d.float()[:, None]
     units = rows.units
     kept = state[units]
     kept.masked_fill_(rows.is_fresh[:, None, None, None], 0)
-    values = values * steps[..., None]
+    values = values * dt[..., None]
     count = rows.num_decodes
     if count:
         one = slice(0, count)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.mamba.inputs import MambaSteps
 from manyroots.kernels.recurrent.rows import StateRows
 
 CHUNK = 64
@@ -110,24 +111,16 @@ def _scan(
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    state: Tensor,
-    rows: StateRows,
-    least_step: float = 0.0,
+    x: Tensor, b: Tensor, c: Tensor, steps: MambaSteps, state: Tensor, rows: StateRows
 ) -> Tensor:
     """Returns [tokens, heads, head_dim] for x of that shape, in its dtype. See `reference.py` for
     the others. Heads and groups of a token are adjacent, and dimensions are powers of two."""
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads, dim, dtype=x.dtype, device=x.device)
     count, block_p = rows.num_decodes, min(BLOCK_P, dim)
-    inputs = (x, dt, a_log, dt_bias, b, c, d, state, out, least_step)
-    strides = (x.stride(0), dt.stride(0), b.stride(0), c.stride(0), state.stride(0))
+    of_steps = (steps.dt, steps.a_log, steps.dt_bias)
+    inputs = (x, *of_steps, b, c, steps.d, state, out, steps.least_step)
+    strides = (x.stride(0), steps.dt.stride(0), b.stride(0), c.stride(0), state.stride(0))
     shape = {"HEADS": heads, "EACH": heads // b.shape[1], "DIM": dim, "STATE_DIM": b.shape[2]}
     shape |= {"BLOCK_P": block_p, **launch_options(x.device)}
     if count:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyroots.kernels.delta_rule.inputs import DeltaGates
+from manyroots.kernels.mamba.inputs import MambaSteps
 from manyroots.kernels.recurrent.rows import StateRows
 
 NUM_UNITS = 9
@@ -138,6 +139,7 @@ class ScanCase:
     c: Tensor
     d: Tensor
     state: Tensor
+    least_step: float = 0.0
 
     @classmethod
     def draw(
@@ -158,5 +160,6 @@ class ScanCase:
             draw(NUM_UNITS, 2 * heads, dim, state, dtype=torch.float32)[:, :heads],
         )
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self.x, self.dt, self.a_log, self.dt_bias, self.b, self.c, self.d
+    def inputs(self) -> tuple[Tensor | MambaSteps, ...]:
+        steps = MambaSteps(self.dt, self.a_log, self.dt_bias, self.d, self.least_step)
+        return self.x, self.b, self.c, steps

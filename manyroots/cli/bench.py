@@ -20,17 +20,17 @@ from manyroots.cli.bench_table import add_table
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
 from manyroots.cli.bench_values import (
+    Report,
+    add_bench,
     add_layers,
     check_at_least,
     check_layers,
     check_positive,
     floats,
     ints,
-    report_file,
-    written,
 )
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS, engine_settings
+from manyroots.cli.flags import engine_values
+from manyroots.config import engine_settings
 from manyroots.errors import ConfigError
 from manyroots.options import flag_name
 
@@ -63,16 +63,17 @@ def add_bench_command(commands: Any) -> None:
 
 
 def _add_offline(kinds: Any) -> None:
-    offline = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "offline",
+        _offline,
         help="tokens per second of a batch of prompts, compared with transformers' generate",
         description="Runs a batch of prompts with a shared prefix here and with transformers' "
         "generate (PEFT's with adapters). Prints output tokens per second, CPU time, their ratio, "
         "and how many prompts give the same tokens. On a busy machine only CPU time is "
         "meaningful; the share of other processes is printed.",
+        has_engine=True,
     )
-    add_engine_flags(offline)
-    group = offline.add_argument_group("workload")
     group.add_argument("--num-prompts", type=int, default=32, metavar="N", help="[32]")
     group.add_argument(
         "--prompt-len", type=int, default=256, metavar="TOKENS", help="average length [256]"
@@ -94,20 +95,19 @@ def _add_offline(kinds: Any) -> None:
         "--compare", choices=("transformers", "none"), default="transformers",
         help="what to compare with",
     )  # fmt: skip
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    offline.set_defaults(run=_offline)
 
 
 def _add_decode(kinds: Any) -> None:
-    decode = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "decode",
+        _decode,
         help="prefill and decode of a public model's shape with random weights",
         description="Prints for each batch size and number of adapters: decoded tokens per second, "
         "milliseconds per step (min to max), seconds until all sequences have their first token, "
         "and how close that is to the limits of memory bandwidth and compute.",
+        has_engine=True,
     )
-    add_engine_flags(decode)
-    group = decode.add_argument_group("workload")
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="model shape"
     )
@@ -161,35 +161,33 @@ def _add_decode(kinds: Any) -> None:
         "--acceptance", type=floats, default=(0.7,), metavar="LIST",
         help="probabilities that a drafted token is right, one case for each",
     )  # fmt: skip
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    decode.set_defaults(run=_decode)
 
 
 def _add_quantization(kinds: Any) -> None:
-    quantization = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "quantization",
+        _quantization,
         help="how much rounded weights change a model's distributions, on real text",
         description="Prints the mean and the 99th percentile of the KL divergence, in nats, "
         "between a model and its rounded version, and how often the likeliest token is the "
         "same. Computed by transformers on a CPU; includes a GPU's rounding of activations.",
+        has_engine=True,
     )
-    add_engine_flags(quantization)
-    group = quantization.add_argument_group("workload")
     group.add_argument("--text", metavar="FILE", help="prose; default: a text in the package")
     group.add_argument("--tokens", type=int, default=2048, metavar="N", help="maximum number")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    quantization.set_defaults(run=_quantization)
 
 
 def _add_scheduler(kinds: Any) -> None:
-    scheduler = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "scheduler",
+        _scheduler,
         help="cost of planning without a model, compared with other schedulers",
         description="Prints hit rates, microseconds per request for submitting, planning and "
         "advancing, and milliseconds of steps in which all rows decode, in CPU time of the "
         "thread.",
     )
-    group = scheduler.add_argument_group("workload")
     group.add_argument("--requests", type=int, default=1000, metavar="N")
     group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
     group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
@@ -210,17 +208,17 @@ def _add_scheduler(kinds: Any) -> None:
         "--peer", action="append", default=[], metavar="DIR",
         help="folder with an installed tokenspeed-scheduler wheel; may be repeated",
     )  # fmt: skip
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    scheduler.set_defaults(run=_scheduler)
 
 
 def _add_cache(kinds: Any) -> None:
-    cache = kinds.add_parser(
-        "cache", help="cost and memory of the prefix cache alone",
+    group = add_bench(
+        kinds,
+        "cache",
+        _cache,
+        help="cost and memory of the prefix cache alone",
         description="Prints microseconds for finding, allocating, publishing and releasing one "
         "request's pages in a small pool and in a large one, and the memory of the large one.",
-    )  # fmt: skip
-    group = cache.add_argument_group("workload")
+    )
     group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
     group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
     group.add_argument("--prefixes", type=int, default=8, metavar="N")
@@ -230,44 +228,39 @@ def _add_cache(kinds: Any) -> None:
     group.add_argument(
         "--large-pages", type=int, default=1_000_000, metavar="N", help="in the large pool"
     )
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    cache.set_defaults(run=_cache)
 
 
 def _add_adapters(kinds: Any) -> None:
-    adapters = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "adapters",
+        _adapters,
         help="rows and waits with more adapters than may run at once",
         description="Counts steps of the scheduler without a model: rows, tokens and adapters per "
         "step, and the longest wait and pause, compared with an infinite quantum.",
     )
-    group = adapters.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
         help="rare-adapter, rare-and-long, rare-not-ahead, rare-long-not-ahead, many-adapters, "
         "on-device or on-device-packed; may be repeated, all by default",
     )  # fmt: skip
     group.add_argument("--steps", type=int, default=10_000, metavar="N")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    adapters.set_defaults(run=_adapters)
 
 
-def _adapters(arguments: dict[str, Any]) -> int:
+def _adapters(values: dict[str, Any]) -> Report:
     from manyroots.bench.adapter_slices import CASES, run_slices
 
     names = [case.name for case in CASES]
-    for name in arguments["case"]:
+    for name in values["case"]:
         if name not in names:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(names)}.")
-    check_at_least("steps", arguments["steps"], 1000)
-    report = run_slices(arguments["case"] or names, arguments["steps"])
-    return written(report, arguments["json"])
+    check_at_least("steps", values["steps"], 1000)
+    return run_slices(values["case"] or names, values["steps"])
 
 
-def _offline(arguments: dict[str, Any]) -> int:
+def _offline(values: dict[str, Any]) -> Report:
     from manyroots.bench.offline import OfflineWorkload, run_offline
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(values, ("num_prompts", "prompt_len", "output_len", "adapter_rank", "repeats"))
     for name in ("shared_len", "adapters"):
         check_at_least(name, values[name], 0)
@@ -287,14 +280,12 @@ def _offline(arguments: dict[str, Any]) -> int:
     )
     engine = engine_values(values)
     engine.pop("dtype", None)
-    report = run_offline(
+    return run_offline(
         workload, engine, values["dtypes"].split(","), compare=values["compare"] == "transformers"
     )
-    return written(report, values["json"])
 
 
-def _decode(arguments: dict[str, Any]) -> int:
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
+def _decode(values: dict[str, Any]) -> Report:
     check_positive(values, ("output_len", "adapter_rank", "repeats"))
     check_layers(values)
     if values["structured"] and not values.get("tokenizer"):
@@ -337,14 +328,12 @@ def _decode(arguments: dict[str, Any]) -> int:
     if values["speculate"]:
         config = {"method": "suffix", "num_speculative_tokens": values["speculate"]}
         engine.setdefault("speculative_config", json.dumps(config))
-    report = run_decode(workload, values["model_config"], engine, cold=values["adapters_cold"])
-    return written(report, values["json"])
+    return run_decode(workload, values["model_config"], engine, cold=values["adapters_cold"])
 
 
-def _quantization(arguments: dict[str, Any]) -> int:
+def _quantization(values: dict[str, Any]) -> Report:
     from manyroots.bench.quantized_logits import run_quantization
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_at_least("tokens", values["tokens"], 16)
     engine = engine_values(values)
     dtype = engine.get("dtype", "float32")
@@ -360,64 +349,62 @@ def _quantization(arguments: dict[str, Any]) -> int:
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"--text {values['text']} can't be read: {error}") from error
     exact = replace(rounded, quantization="auto")
-    report = run_quantization(exact, rounded, dtype, text, values["tokens"])
-    return written(report, values["json"])
+    return run_quantization(exact, rounded, dtype, text, values["tokens"])
 
 
-def _scheduler(arguments: dict[str, Any]) -> int:
+def _scheduler(values: dict[str, Any]) -> Report:
     from manyroots.bench.scheduler import run_scheduler
     from manyroots.bench.scheduler_trace import SchedulerWorkload
 
-    check_positive(arguments, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
-    check_positive(arguments, ("burst", "steady_steps", "repeats"))
+    check_positive(values, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
+    check_positive(values, ("burst", "steady_steps", "repeats"))
     for name, low in (("page_size", 1), ("decode_batches", 1), ("waiting", 0), ("tenants", 1)):
-        check_at_least(name, min(arguments[name]), low)
-    _check_shared(arguments)
+        check_at_least(name, min(values[name]), low)
+    _check_shared(values)
     workload = SchedulerWorkload(
-        num_requests=arguments["requests"],
-        prompt_len=arguments["prompt_len"],
-        shared=arguments["shared"],
-        groups=arguments["groups"],
-        output_len=arguments["decode"],
-        budget=arguments["budget"],
-        batch=arguments["batch"],
-        burst=arguments["burst"],
-        decode_batches=arguments["decode_batches"],
-        waiting=tuple(sorted(arguments["waiting"])),
-        steady_steps=arguments["steady_steps"],
+        num_requests=values["requests"],
+        prompt_len=values["prompt_len"],
+        shared=values["shared"],
+        groups=values["groups"],
+        output_len=values["decode"],
+        budget=values["budget"],
+        batch=values["batch"],
+        burst=values["burst"],
+        decode_batches=values["decode_batches"],
+        waiting=tuple(sorted(values["waiting"])),
+        steady_steps=values["steady_steps"],
     )
-    report = run_scheduler(
+    return run_scheduler(
         workload,
-        list(arguments["page_size"]),
-        [Path(folder) for folder in arguments["peer"]],
-        arguments["repeats"],
-        tuple(sorted(arguments["tenants"])),
+        list(values["page_size"]),
+        [Path(folder) for folder in values["peer"]],
+        values["repeats"],
+        tuple(sorted(values["tenants"])),
     )
-    return written(report, arguments["json"])
 
 
-def _cache(arguments: dict[str, Any]) -> int:
+def _cache(values: dict[str, Any]) -> Report:
     from manyroots.bench.cache import CacheWorkload, run_cache
 
-    check_positive(arguments, ("prompt_len", "prefixes", "pages", "page_size", "cycles"))
-    _check_shared(arguments)
+    check_positive(values, ("prompt_len", "prefixes", "pages", "page_size", "cycles"))
+    _check_shared(values)
     workload = CacheWorkload(
-        prompt_len=arguments["prompt_len"],
-        shared=arguments["shared"],
-        prefixes=arguments["prefixes"],
-        num_pages=arguments["pages"],
-        page_size=arguments["page_size"],
-        num_cycles=arguments["cycles"],
-        num_large_pages=arguments["large_pages"],
+        prompt_len=values["prompt_len"],
+        shared=values["shared"],
+        prefixes=values["prefixes"],
+        num_pages=values["pages"],
+        page_size=values["page_size"],
+        num_cycles=values["cycles"],
+        num_large_pages=values["large_pages"],
     )
     num_needed = workload.num_pages_in_use
     for name in ("pages", "large_pages"):
-        if arguments[name] < num_needed:
+        if values[name] < num_needed:
             raise ConfigError(
-                f"{flag_name(name)} is {arguments[name]}; the prefixes and one request alone "
+                f"{flag_name(name)} is {values[name]}; the prefixes and one request alone "
                 f"need {num_needed}."
             )
-    return written(run_cache(workload), arguments["json"])
+    return run_cache(workload)
 
 
 def _check_shared(arguments: dict[str, Any]) -> None:

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyroots.cli.bench_values import check_positive, report_file, written
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS
+from manyroots.cli.bench_values import Report, add_bench, check_positive
+from manyroots.cli.flags import engine_values
 
 
 def add_gateway(kinds: Any) -> None:
-    gateway = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "gateway",
+        _gateway,
         help="what a gateway adds to a first token and to the CPU time of each token",
         description="Runs the same requests through a server without a gateway, one with a "
         "gateway in its API process, and one with the router in its own process; one engine each. "
         "Prints the time to the first token and the CPU time per token of all processes.",
+        has_engine=True,
     )
-    add_engine_flags(gateway)
-    group = gateway.add_argument_group("workload")
     group.add_argument("--first-tokens", type=int, default=40, metavar="N", help="a turn [40]")
     group.add_argument("--streams", type=int, default=16, metavar="N", help="at once [16]")
     group.add_argument("--prompt-len", type=int, default=64, metavar="TOKENS", help="[64]")
     group.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="[64]")
     group.add_argument("--repeats", type=int, default=5, metavar="N", help="turns [5]")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    gateway.set_defaults(run=_gateway)
 
 
-def _gateway(arguments: dict[str, Any]) -> int:
+def _gateway(values: dict[str, Any]) -> Report:
     from manyroots.bench.gateway_cost import GatewayWorkload, run_gateway
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     names = ("first_tokens", "streams", "prompt_len", "output_len", "repeats")
     check_positive(values, names)
     workload = GatewayWorkload(
@@ -41,4 +38,4 @@ def _gateway(arguments: dict[str, Any]) -> int:
         output_len=values["output_len"],
         repeats=values["repeats"],
     )
-    return written(run_gateway(workload, engine_values(values)), values["json"])
+    return run_gateway(workload, engine_values(values))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyroots.cli.bench_values import check_at_least, report_file, written
+from manyroots.cli.bench_values import Report, add_bench, check_at_least
 from manyroots.errors import ConfigError
 
 
 def add_host(kinds: Any) -> None:
-    host = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "host",
+        _host,
         help="CPU time of a step, with a device that takes no time",
         description="Prints microseconds of CPU time per step, by kind of step and by part of the "
         "engine: planning, laying out inputs, packing them, reading results, publishing. Runs "
         "whole requests through the real engine, without text, HTTP or kernel launches.",
     )
-    group = host.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
         help="mixed (the default), decode-256, adapters-32, adapters-1000, long-prompts and "
@@ -24,20 +25,18 @@ def add_host(kinds: Any) -> None:
     )  # fmt: skip
     group.add_argument("--requests", type=int, default=None, metavar="N", help="maximum number")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    host.set_defaults(run=_host)
 
 
-def _host(arguments: dict[str, Any]) -> int:
-    check_at_least("repeats", arguments["repeats"], 1)
-    if arguments["requests"] is not None:
-        check_at_least("requests", arguments["requests"], 1)
+def _host(values: dict[str, Any]) -> Report:
+    check_at_least("repeats", values["repeats"], 1)
+    if values["requests"] is not None:
+        check_at_least("requests", values["requests"], 1)
 
     from manyroots.bench.host import HOST_CASES, run_host
 
-    names = arguments["case"] or [next(iter(HOST_CASES))]
+    names = values["case"] or [next(iter(HOST_CASES))]
     for name in names:
         if name not in HOST_CASES:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(HOST_CASES)}.")
-    cases = [HOST_CASES[name].shrunk(arguments["requests"]) for name in names]
-    return written(run_host(cases, arguments["repeats"]), arguments["json"])
+    cases = [HOST_CASES[name].shrunk(values["requests"]) for name in names]
+    return run_host(cases, values["repeats"])

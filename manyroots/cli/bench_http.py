@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyroots.cli.bench_values import (
-    check_at_least,
-    check_positive,
-    ints,
-    report_file,
-    written,
-)
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS
+from manyroots.cli.bench_values import Report, add_bench, check_at_least, check_positive, ints
+from manyroots.cli.flags import engine_values
 
 
 def add_http(kinds: Any) -> None:
-    http = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "http",
+        _http,
         help="what HTTP adds to a token, compared with the same engine without it",
         description="Runs the same requests over HTTP and through an engine without it, in turn. "
         "Prints tokens per second of both, the wall time added to a token, and the CPU time of "
         "each process, which does not depend on other load.",
+        has_engine=True,
     )
-    add_engine_flags(http)
-    group = http.add_argument_group("workload")
     group.add_argument(
         "--streams", type=ints, default=(64,), metavar="LIST",
         help="streams open at once; those beyond --max-num-seqs wait",
@@ -36,14 +30,11 @@ def add_http(kinds: Any) -> None:
         "--pin", action="store_true",
         help="pin engines to one core, the server and the load to the others",
     )  # fmt: skip
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    http.set_defaults(run=_http)
 
 
-def _http(arguments: dict[str, Any]) -> int:
+def _http(values: dict[str, Any]) -> Report:
     from manyroots.bench.http_cost import HttpWorkload, run_http
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(values, ("prompt_len", "output_len", "repeats"))
     check_at_least("streams", min(values["streams"]), 1)
     workload = HttpWorkload(
@@ -53,4 +44,4 @@ def _http(arguments: dict[str, Any]) -> int:
         repeats=values["repeats"],
         is_pinned=values["pin"],
     )
-    return written(run_http(workload, engine_values(values)), values["json"])
+    return run_http(workload, engine_values(values))

@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
-from manyroots.cli.bench_values import (
-    check_at_least,
-    check_positive,
-    ints,
-    report_file,
-    written,
-)
+from manyroots.cli.bench_values import Report, add_bench, check_at_least, check_positive, ints
 from manyroots.errors import ConfigError
 
 PARTS = ("products", "readers", "decodes", "prompts")
@@ -19,15 +13,17 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_kernels(kinds: Any) -> None:
-    kernels = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "kernels",
+        _run,
         help="single kernels on a model's shape, each compared with its reference",
         description="Prints for each kernel the microseconds of one call (min to max), bytes and "
         "operations per second of the least that it must read and multiply, and `off`: its "
         "largest difference from the reference as a share of the largest number. Weights and pages "
         "rotate, so that none is cached. Exits with code 1 if a kernel fails or differs.",
+        is_failure=lambda report: not report["all_agree"],
     )
-    group = kernels.add_argument_group("workload")
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="model shape"
     )
@@ -60,20 +56,18 @@ def add_kernels(kinds: Any) -> None:
     )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     group.add_argument("--repeats", type=int, default=5, metavar="N", help="report the median")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    kernels.set_defaults(run=_run)
 
 
-def _run(arguments: dict[str, Any]) -> int:
-    check_positive(arguments, ("repeats", "adapter_rank"))
-    check_at_least("rows", min(arguments["rows"]), 1)
-    check_at_least("adapters", arguments["adapters"], 0)
-    parts = tuple(arguments["part"] or PARTS)
-    if arguments["fp8"] and arguments["part"] and "readers" in parts:
+def _run(values: dict[str, Any]) -> Report:
+    check_positive(values, ("repeats", "adapter_rank"))
+    check_at_least("rows", min(values["rows"]), 1)
+    check_at_least("adapters", values["adapters"], 0)
+    parts = tuple(values["part"] or PARTS)
+    if values["fp8"] and values["part"] and "readers" in parts:
         raise ConfigError("--part readers is measured without --fp8; leave one of them out.")
-    if arguments["adapters"] and arguments["adapter_rank"] % 8:
+    if values["adapters"] and values["adapter_rank"] % 8:
         raise ConfigError(
-            f"--adapter-rank is {arguments['adapter_rank']}; kernels take multiples of 8 (a GPU "
+            f"--adapter-rank is {values['adapter_rank']}; kernels take multiples of 8 (a GPU "
             "fills up others with zeros)."
         )
 
@@ -82,29 +76,27 @@ def _run(arguments: dict[str, Any]) -> int:
     from manyroots.bench.kernel_attention import Sequences
     from manyroots.bench.kernels import KernelWorkload, run_kernels
 
-    lists = {name: tuple(arguments[name].split(",")) for name in ("decodes", "prompts")}
+    lists = {name: tuple(values[name].split(",")) for name in ("decodes", "prompts")}
     for texts in lists.values():
         for text in texts:
             Sequences.read(text)
-    kind = arguments["device"]
+    kind = values["device"]
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch sees no GPU here; use --device cpu.")
-    if arguments["fp8"]:
+    if values["fp8"]:
         parts = tuple(part for part in parts if part != "readers")
-    dtype = arguments["dtype"]
+    dtype = values["dtype"]
     workload = KernelWorkload(
-        model_config=arguments["model_config"],
+        model_config=values["model_config"],
         parts=parts,
-        rows=arguments["rows"],
+        rows=values["rows"],
         dtype={"cuda": "bfloat16", "cpu": "float32"}[kind] if dtype == "auto" else dtype,
-        is_fp8=arguments["fp8"],
-        num_adapters=arguments["adapters"],
-        adapter_rank=arguments["adapter_rank"],
-        repeats=arguments["repeats"],
+        is_fp8=values["fp8"],
+        num_adapters=values["adapters"],
+        adapter_rank=values["adapter_rank"],
+        repeats=values["repeats"],
         **lists,
     )
-    report = run_kernels(workload, torch.device(kind))
-    written(report, arguments["json"])
-    return 0 if report["all_agree"] else 1
+    return run_kernels(workload, torch.device(kind))

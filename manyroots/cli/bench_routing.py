@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from manyroots.cli.bench_values import check_positive, ints, report_file, written
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS
+from manyroots.cli.bench_values import Report, add_bench, check_positive, ints
+from manyroots.cli.flags import engine_values
 from manyroots.errors import ConfigError
 
 _RANGES = ("turns", "system_tokens", "question_tokens")
@@ -14,15 +13,17 @@ _NUMBERS = ("replicas", "adapters", "conversations", "output_len", "concurrency"
 
 
 def add_routing(kinds: Any) -> None:
-    routing = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "routing",
+        _routing,
         help="hit rate, adapter loads and queues of replicas, served and simulated",
         description="Serves conversations with many adapters by replicas whose pools together hold "
         "half of what they need, by expected time to first token and by round robin. Simulates the "
         "same requests, and prints both with their goals. Exits with code 1 if a goal is missed.",
+        has_engine=True,
+        is_failure=_misses_goal,
     )
-    add_engine_flags(routing)
-    group = routing.add_argument_group("workload")
     group.add_argument("--replicas", type=int, default=3, metavar="N", help="[3]")
     group.add_argument("--adapters", type=int, default=30, metavar="N", help="[30]")
     group.add_argument("--conversations", type=int, default=90, metavar="N", help="[90]")
@@ -37,14 +38,11 @@ def add_routing(kinds: Any) -> None:
     group.add_argument("--concurrency", type=int, default=6, metavar="N", help="requests [6]")
     group.add_argument("--page-size", type=int, default=16, metavar="TOKENS", help="[16]")
     group.add_argument("--trace-seed", type=int, default=0, metavar="N", help="[0]")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    routing.set_defaults(run=_routing)
 
 
-def _routing(arguments: dict[str, Any]) -> int:
+def _routing(values: dict[str, Any]) -> Report:
     from manyroots.bench.routing import RoutingWorkload, run_routing
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(values, _NUMBERS)
     for name in _RANGES:
         if len(values[name]) != 2 or not 1 <= values[name][0] <= values[name][1]:
@@ -62,6 +60,8 @@ def _routing(arguments: dict[str, Any]) -> int:
         page_size=values["page_size"],
         seed=values["trace_seed"],
     )
-    report = run_routing(workload, engine_values(values))
-    written(report, values["json"])
-    return int(not all(goal["is_met"] for goal in report["goals"].values()))
+    return run_routing(workload, engine_values(values))
+
+
+def _misses_goal(report: Report) -> bool:
+    return not all(goal["is_met"] for goal in report["goals"].values())

@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
-from manyroots.cli.bench_values import check_positive, report_file, written
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS
+from manyroots.cli.bench_values import Report, add_bench, check_positive
+from manyroots.cli.flags import engine_values
 
 PARTS = ("copies", "beside", "hits", "misses")
 
 
 def add_tiers(kinds: Any) -> None:
-    tiers = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "tiers",
+        _run,
         help="first tokens from device, host and storage; cost of tiers without hits",
         description="Parts: the time to the first token of a prompt that is computed, or found on "
         "the device, on the host or in storage (hits); tokens per second with and without tiers if "
         "nothing is found (misses); GB/s between device and host (copies); the time of a decode "
         "step during such copies (beside).",
+        has_engine=True,
     )
-    add_engine_flags(tiers)
-    group = tiers.add_argument_group("workload")
     group.add_argument(
         "--part", action="append", choices=PARTS,
         help="may be repeated; default: hits and misses. copies and beside need a GPU",
@@ -49,14 +49,11 @@ def add_tiers(kinds: Any) -> None:
     group.add_argument(
         "--decode-batch", type=int, default=64, metavar="N", help="for the part `beside`"
     )
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    tiers.set_defaults(run=_run)
 
 
-def _run(arguments: dict[str, Any]) -> int:
+def _run(values: dict[str, Any]) -> Report:
     from manyroots.bench.tiers import NO_STORAGE, TierWorkload, run_tiers
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(
         values,
         ("prompt_len", "repeats", "miss_requests", "miss_prompt_len", "miss_output_len",
@@ -77,5 +74,4 @@ def _run(arguments: dict[str, Any]) -> int:
         if values["model_config"] is not None:
             model = write_config(values["model_config"], Path(folder))
             engine |= {"model": str(model), "load_format": "dummy"}
-        report = run_tiers(workload, engine, NO_STORAGE if values["without_storage"] else storage)
-    return written(report, values["json"])
+        return run_tiers(workload, engine, NO_STORAGE if values["without_storage"] else storage)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_values import (
+    Report,
+    add_bench,
     add_layers,
     check_at_least,
     check_layers,
@@ -15,11 +17,8 @@ from manyroots.cli.bench_values import (
     floats,
     ints,
     range_of_ints,
-    report_file,
-    written,
 )
-from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS
+from manyroots.cli.flags import engine_values
 from manyroots.errors import ConfigError
 from manyroots.options import flag_name
 
@@ -28,14 +27,15 @@ if TYPE_CHECKING:
 
 
 def add_traffic(kinds: Any) -> None:
-    traffic = kinds.add_parser(
+    group = add_bench(
+        kinds,
         "traffic",
+        _traffic,
         help="whole requests of mixed sizes through the engine, without HTTP",
         description="Prints for each case the seconds until the last request ends (min to max), "
         "output tokens per second, and the time to first token (p50, p99).",
+        has_engine=True,
     )
-    add_engine_flags(traffic)
-    group = traffic.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
         help="mixed-greedy (the default), mixed-sampled, shared-heads, long-prompts, adapters-8, "
@@ -63,14 +63,11 @@ def add_traffic(kinds: Any) -> None:
         "--profile", action="store_true",
         help="also print time by kind of step and, on a GPU, by kernel",
     )  # fmt: skip
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
-    traffic.set_defaults(run=_traffic)
 
 
-def _traffic(arguments: dict[str, Any]) -> int:
+def _traffic(values: dict[str, Any]) -> Report:
     from manyroots.bench.traffic_cases import CASES
 
-    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     names = values["case"] or [next(iter(CASES))]
     for name in names:
         if name not in CASES:
@@ -95,8 +92,7 @@ def _traffic(arguments: dict[str, Any]) -> int:
         profile=values["profile"],
         num_layers=values["layers"],
     )
-    report = run_traffic(cases, runs, values["model_config"], engine_values(values))
-    return written(report, values["json"])
+    return run_traffic(cases, runs, values["model_config"], engine_values(values))
 
 
 def _check_share(name: str, value: float) -> None:
@@ -105,14 +101,16 @@ def _check_share(name: str, value: float) -> None:
 
 
 def add_serve(kinds: Any) -> None:
-    serve = kinds.add_parser(
-        "serve", help="HTTP load on this or any other OpenAI server",
+    group = add_bench(
+        kinds,
+        "serve",
+        _serve,
+        help="HTTP load on this or any other OpenAI server",
         description="Sends conversations of one or more streaming requests. Prints for each "
         "arrival pattern: output tokens per second, time to first token and between tokens (p50, "
         "p99), and requests per second that met --good-first-ms and --good-between-ms. Default: "
         "64 concurrent conversations.",
-    )  # fmt: skip
-    group = serve.add_argument_group("server")
+    )
     group.add_argument(
         "--url",
         default="http://127.0.0.1:8000",
@@ -126,7 +124,6 @@ def add_serve(kinds: Any) -> None:
         default="completions",
         help="/v1/completions or /v1/chat/completions [%(default)s]",
     )
-    group = serve.add_argument_group("workload")
     group.add_argument("--requests", type=int, default=None, metavar="N", help="64, or the case's")
     group.add_argument(
         "--case", default=None, metavar="NAME",
@@ -223,63 +220,61 @@ def add_serve(kinds: Any) -> None:
         "--seed", type=int, default=0, metavar="N", help="seed of words, lengths, arrivals [0]"
     )
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="report the median")
-    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     group.add_argument("--plot", metavar="FILE.html", help="plot as an HTML page")
-    serve.set_defaults(run=_serve)
 
 
-def _serve(arguments: dict[str, Any]) -> int:
+def _serve(values: dict[str, Any]) -> Report:
     from manyroots.bench.serve import Arrivals, Promise, run_serve
     from manyroots.bench.serve_workload import ServeWorkload
 
-    check_positive(arguments, ("turns", "burst", "repeats"))
-    case = _case_of(arguments)
-    num_requests = arguments["requests"]
+    check_positive(values, ("turns", "burst", "repeats"))
+    case = _case_of(values)
+    num_requests = values["requests"]
     if num_requests is None:
         num_requests = 64 if case is None else case.num_requests
     check_at_least("requests", num_requests, 1)
     for name in ("prompt_words", "output_len"):
-        check_range(name, arguments[name])
+        check_range(name, values[name])
     for name in ("shared_heads", "head_words"):
-        check_at_least(name, arguments[name], 0)
-    if arguments["shared_heads"] and not arguments["head_words"]:
+        check_at_least(name, values[name], 0)
+    if values["shared_heads"] and not values["head_words"]:
         raise ConfigError("--shared-heads have no words; say how many with --head-words.")
-    rates, streams = arguments["rates"], arguments["streams"]
+    rates, streams = values["rates"], values["streams"]
     if not rates and not streams:
         streams = (64,)
     if any(rate <= 0 for rate in rates) or any(count < 1 for count in streams):
         raise ConfigError("--rates and --streams must hold numbers above 0.")
-    if any(load <= 0 for load in arguments["loads"]):
+    if any(load <= 0 for load in values["loads"]):
         raise ConfigError("--loads must hold numbers above 0; 0.3 is 30%.")
-    plot = arguments["plot"]
+    plot = values["plot"]
     if plot is not None and not (plot.endswith(".html") and Path(plot).absolute().parent.is_dir()):
         raise ConfigError(f"--plot is {plot!r}; give a name that ends in .html, in a folder.")
     workload = ServeWorkload(
         num_requests=num_requests,
-        prompt_words=arguments["prompt_words"],
-        output_tokens=arguments["output_len"] if case is None else case.output_len,
-        turns=arguments["turns"],
-        num_heads=arguments["shared_heads"],
-        head_words=arguments["head_words"],
-        models=tuple(name for name in arguments["ask_for"].split(",") if name),
-        zipf=arguments["zipf"],
-        is_sampled=arguments["sampled"] if case is None else case.is_sampled,
-        is_chat=arguments["endpoint"] == "chat",
-        ignore_eos=not arguments["stop_at_end"],
-        seed=arguments["seed"],
+        prompt_words=values["prompt_words"],
+        output_tokens=values["output_len"] if case is None else case.output_len,
+        turns=values["turns"],
+        num_heads=values["shared_heads"],
+        head_words=values["head_words"],
+        models=tuple(name for name in values["ask_for"].split(",") if name),
+        zipf=values["zipf"],
+        is_sampled=values["sampled"] if case is None else case.is_sampled,
+        is_chat=values["endpoint"] == "chat",
+        ignore_eos=not values["stop_at_end"],
+        seed=values["seed"],
         case=case,
-        vocab_size=arguments["vocab_size"] or 0,
+        vocab_size=values["vocab_size"] or 0,
     )
-    arrivals = [Arrivals(rate=rate, burst=arguments["burst"]) for rate in rates]
+    arrivals = [Arrivals(rate=rate, burst=values["burst"]) for rate in rates]
     arrivals += [Arrivals(streams=count) for count in streams]
-    promise = Promise(arguments["good_first_ms"] / 1e3, arguments["good_between_ms"] / 1e3)
+    promise = Promise(values["good_first_ms"] / 1e3, values["good_between_ms"] / 1e3)
     report = run_serve(
-        arguments["url"], arguments["api_key"], workload, arrivals, promise, arguments["repeats"],
-        arguments["loads"],
+        values["url"], values["api_key"], workload, arrivals, promise, values["repeats"],
+        values["loads"],
     )  # fmt: skip
     if plot is not None:
         _draw(Path(plot), report)
-    return written(report, arguments["json"])
+    return report
 
 
 def _case_of(arguments: dict[str, Any]) -> TrafficCase | None:

@@ -1,16 +1,51 @@
-"""What every bench's command shares: checks of its numbers, and the report's way to a file."""
+"""What every bench's command shares: its parser, checks of its numbers, and the report's way to a
+file."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from manyroots.cli.flags import add_engine_flags, with_config_file
+from manyroots.config import ENGINE_ROOMS
 from manyroots.errors import ConfigError
 from manyroots.options import flag_name
 
 Number = TypeVar("Number", int, float)
+Report = dict[str, Any]
+
+
+def add_bench(
+    kinds: Any,
+    name: str,
+    run: Callable[[dict[str, Any]], Report],
+    *,
+    has_engine: bool = False,
+    is_failure: Callable[[Report], bool] = lambda report: False,
+    **texts: str,
+) -> Any:
+    """A command that prints the report that `run` makes of its flags, and writes it to --json.
+    Gives the group for the flags of its workload. `has_engine`: it takes the engine's flags, too.
+    `is_failure`: whether a report ends the command with code 1."""
+
+    def run_command(arguments: dict[str, Any]) -> int:
+        values = arguments
+        if has_engine:
+            values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
+        report = run(values)
+        _write(report, values["json"])
+        return int(is_failure(report))
+
+    parser = kinds.add_parser(name, **texts)
+    if has_engine:
+        add_engine_flags(parser)
+    parser.set_defaults(run=run_command)
+    group = parser.add_argument_group("workload")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
+    return group
 
 
 def report_file(text: str) -> str:
@@ -38,7 +73,7 @@ def check_layers(values: dict[str, Any]) -> None:
             raise ConfigError("--layers is of --model-config alone; name one, or leave it out.")
 
 
-def written(report: dict[str, Any], path: str | None) -> int:
+def _write(report: Report, path: str | None) -> None:
     """Write the report where asked, saying what it was measured on."""
     if path is not None:
         if "machine" not in report:
@@ -46,7 +81,6 @@ def written(report: dict[str, Any], path: str | None) -> int:
 
             report = {"machine": describe_machine(), **report}
         Path(path).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
 
 
 def ints(text: str) -> tuple[int, ...]:

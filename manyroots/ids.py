@@ -12,9 +12,6 @@ from typing import NamedTuple, NewType
 RequestId = NewType("RequestId", int)
 """One sequence inside the engine. Always the server's own number, never a caller's string."""
 
-PageId = NewType("PageId", int)
-"""Index of a page in one family's pool on one tier."""
-
 StepId = NewType("StepId", int)
 """Number of a forward pass; steps run in this order."""
 

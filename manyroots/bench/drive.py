@@ -24,7 +24,6 @@ class RequestTimes:
     due_s: float
     """When it should have come in; what waits for a busy driver waits, too."""
     first_s: float = -1.0
-    last_s: float = -1.0
     num_tokens: int = 0
 
     @property
@@ -120,7 +119,6 @@ def drive(
             own.num_tokens += len(output.tokens)
             num_tokens += len(output.tokens)
             if output.finish_reason is not None:
-                own.last_s = now
                 num_ended += 1
         line.marks.append(StepMark(now, num_tokens, num_begun, num_ended))
     while loop.has_work:

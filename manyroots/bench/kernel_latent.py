@@ -89,7 +89,7 @@ def measure_latent_prompts(
         int32(0, *accumulate(counts.tolist()), device=device),
         int32(0, *accumulate(lens.tolist()), device=device),
         int32(*[sequences.before] * len(counts), device=device),
-        int(counts.max()), int(lens.max()),
+        int(counts.max()),
     )  # fmt: skip
     num_pairs = int((counts * (counts + 1) // 2 + counts * sequences.before).sum()) * heads
     case = KernelCase(
@@ -107,7 +107,7 @@ def measure_latent_prompts(
         few = min(FEW_CHECKED, count)
         own = KeyPiece(
             int32(0, few, device=device), int32(0, length, device=device),
-            int32(length - few, device=device), few, length,
+            int32(length - few, device=device), few,
         )  # fmt: skip
         right, _ = reference.attend_piece(
             q[count - few : count], k[:length], v[:length], own, spec.scale

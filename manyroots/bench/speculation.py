@@ -71,8 +71,6 @@ class TextWorkload:
     name: str
     prompts: tuple[str, ...]
     temperature: float = 0.0
-    is_repetitive: bool = True
-    """Whether much of the answer stands in the prompt."""
 
 
 WORKLOADS = (
@@ -108,7 +106,6 @@ WORKLOADS = (
             "When my grandmother was young, she decided to leave the village because",
         ),
         temperature=0.8,
-        is_repetitive=False,
     ),
 )
 

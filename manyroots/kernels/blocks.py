@@ -133,14 +133,3 @@ def _grid(rows: Tensor) -> Blocks | None:
 def group_sums(x: Tensor) -> Tensor:
     """Sums of each row's groups of columns: [rows, groups]."""
     return x.view(x.shape[0], -1, GROUP).sum(-1)
-
-
-def round_rows(x: Tensor) -> Tensor:
-    """Rows rounded to 8 bits as the operator does it; used to check the operator, not in
-    products."""
-    low = x.amin(1, keepdim=True).clamp(max=0.0)
-    high = x.amax(1, keepdim=True).clamp(min=0.0)
-    step = (high - low) / 255
-    step = torch.where(step > 0, step, torch.ones_like(step))
-    zero = (-128 - low / step).round()
-    return ((x / step).round() + zero).clamp(-128, 127).sub(zero) * step

@@ -369,8 +369,6 @@ class CompressedSpec:
 
     num_heads: int
     head_dim: int
-    rope_dim: int
-    """The last numbers of a head, which are rotated in neighbouring pairs."""
     window: int
     q_rank: int
     out_groups: int

@@ -95,19 +95,16 @@ def describe(reader: ConfigReader) -> ModelSpec:
         num_streams=text.hc_mult, num_iterations=text.hc_sinkhorn_iters, eps=text.hc_eps
     )
     layers = [
-        LayerSpec(
-            mixers=(_attention(text, rope, groups[kind]),), feed_forward=blocks[block], hyper=hyper
-        )
+        LayerSpec(mixers=(_attention(text, groups[kind]),), feed_forward=blocks[block], hyper=hyper)
         for kind, block in zip(kinds, text.mlp_layer_types, strict=True)
     ]
     return reader.model(layers, ropes=ropes)
 
 
-def _attention(text: Any, rope: RopeSpec, groups: GroupSpec | None) -> CompressedSpec:
+def _attention(text: Any, groups: GroupSpec | None) -> CompressedSpec:
     return CompressedSpec(
         num_heads=text.num_attention_heads,
         head_dim=text.head_dim,
-        rope_dim=2 * len(rope.frequencies),
         window=text.sliding_window,
         q_rank=text.q_lora_rank,
         out_groups=text.o_groups,

@@ -241,11 +241,6 @@ class StorageLink:
         except Exception as error:
             logger.debug("what is damaged could not be removed: %s", error)
 
-    @property
-    def num_bad(self) -> int:
-        """The number of values so far that were damaged, cut short or foreign."""
-        return self._num_bad
-
     def _keep_marked(self, keep: _Keep) -> None:
         families, pages = range(len(self._host)), keep.hashes
         for first in range(0, len(pages), KEEP_PAGES * HASH_BYTES):

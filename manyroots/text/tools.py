@@ -35,8 +35,6 @@ class Tool:
     """A JSON schema of its arguments; None for one without arguments."""
     declaration: dict[str, Any]
     """The tool as the caller wrote it, for the chat template."""
-    is_strict: bool = False
-    """Arguments must follow the schema, whether the model or the caller chose to call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,7 @@ def _tool(tool: Any, where: str) -> Tool:
             f"{where}.function.parameters is {_brief(parameters)}; it must be a JSON schema.",
             field=f"{where}.function.parameters",
         )
-    strict = function.get("strict")
-    if strict not in (None, True, False):
+    if (strict := function.get("strict")) not in (None, True, False):
         raise RequestError(
             f"{where}.function.strict is {_brief(strict)}; it must be true or false.",
             field=f"{where}.function.strict",
@@ -143,7 +140,7 @@ def _tool(tool: Any, where: str) -> Tool:
         shown["description"] = description
     # Most templates print the parameters without asking whether there are any.
     shown["parameters"] = parameters or {"type": "object", "properties": {}}
-    return Tool(name, parameters, {"type": "function", "function": shown}, bool(strict))
+    return Tool(name, parameters, {"type": "function", "function": shown})
 
 
 def _refuse_twins(tools: Sequence[Tool]) -> None:

@@ -182,7 +182,7 @@ class PromptCase:
         v = randn(total, self.heads, 256, seed=6)[..., 128:]
         starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=GPU)
         seen = torch.zeros(len(lens), dtype=torch.int32, device=GPU)
-        piece = KeyPiece(starts, starts, seen, max(lens), max(lens))
+        piece = KeyPiece(starts, starts, seen, max(lens))
         return (q, k, v, piece, SCALE), sum(n * (n + 1) // 2 for n in lens)
 
     def check(self) -> str:

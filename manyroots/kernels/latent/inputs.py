@@ -57,8 +57,7 @@ class KeyPiece:
     """int32 [num_seqs]: query i of a sequence sees the first `first_seen + i + 1` of its keys here.
     It sees none if that is below 1, and all if it is beyond the last."""
     max_queries: int
-    max_keys: int
-    """The most queries, and the most keys, of one sequence."""
+    """The most of one sequence."""
 
 
 def row_bytes(width: int) -> int:

@@ -147,7 +147,7 @@ class LatentStep:
         return ExpandedPiece(
             tokens=slice(int(starts[seqs[0]]), int(starts[seqs[-1] + 1])),
             slots=slots,
-            piece=KeyPiece(query_starts, key_starts, first_seen, int(own.max()), int(counts.max())),
+            piece=KeyPiece(query_starts, key_starts, first_seen, int(own.max())),
             key_tokens=np.repeat(self._num_decodes + starts[seqs], counts),
         )
 

@@ -172,7 +172,7 @@ def test_f07_pieces_of_keys_merge_to_the_whole(
         seen = [c - n - a for c, n, (a, _) in zip(contexts, queries, bounds, strict=True)]
         own = KeyPiece(
             int32(0, *np.cumsum(queries)), int32(0, *np.cumsum(sizes)), int32(*seen),
-            max(queries), max(sizes),
+            max(queries),
         )  # fmt: skip
         return k[at], v[at], own
 

@@ -180,7 +180,6 @@ def test_f07_queries_see_what_they_should_of_a_piece(
     v = randn(sum(keys), HEADS, 8 + value_dim, dtype=dtype, seed=2)[..., 8:]
     piece = KeyPiece(
         int32(0, *accumulate(queries)), int32(0, *accumulate(keys)), int32(*seen), max(queries),
-        max(keys),
     )  # fmt: skip
     out, sums = fast.attend_piece(q, k, v, piece, SCALE)
     expected, expected_sums = reference_piece(q, k, v, piece)
@@ -290,9 +289,7 @@ def test_f07_what_is_sent_to_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPa
         q, k = (torch.empty(n, 2, key_dim, dtype=dtype) for n in (tokens, keys))
         v = torch.empty(keys, 2, 256, dtype=dtype)[..., 128:]
         starts = torch.tensor([0, tokens])
-        return triton_hopper_prompt.is_for(
-            q, k, v, KeyPiece(starts, starts, starts[:1], tokens, keys)
-        )
+        return triton_hopper_prompt.is_for(q, k, v, KeyPiece(starts, starts, starts[:1], tokens))
 
     assert attends()
     assert not attends(key_dim=160)

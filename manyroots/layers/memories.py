@@ -9,6 +9,7 @@ them. A new kind is a class here, with kernels that read its prepared step.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -103,11 +104,41 @@ class Memory(Protocol):
         sort."""
 
 
+class _Paged(ABC):
+    """What kinds have in common whose units are pages."""
+
+    __slots__ = ()
+    is_paged: ClassVar[bool] = True
+
+    @abstractmethod
+    def parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        """The tensors of a layer's part of a page; layers see each as `[num_pages, *shape]`."""
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        parts = self.parts(page_size, dtype)
+        if len(parts) > 1:
+            return state_bytes(parts, num_layers)
+        return num_layers * math.prod(parts[0].shape) * parts[0].dtype.itemsize
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        parts = self.parts(page_size, dtype)
+        if len(parts) > 1:
+            return PagePartsArena(num_units, parts, num_layers, device)
+        [part] = parts
+        return PageArena(num_units, page_size, num_layers, part.shape, part.dtype, device)
+
+
 @dataclass(frozen=True, slots=True)
-class KV:
+class KV(_Paged):
     """Keys and values of the tokens that a query may see."""
 
-    is_paged: ClassVar[bool] = True
     may_pad_prompts: ClassVar[bool] = True
 
     kv_heads: int
@@ -120,26 +151,13 @@ class KV:
     def in_dtype(self, dtype: str) -> KV:
         return KV(self.kv_heads, self.head_dim, self.window, dtype)
 
-    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
-        numbers = 2 * self.kv_heads * self.head_dim
-        return num_layers * page_size * numbers * kept_in(self.dtype, dtype).itemsize
+    def parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        """2 is keys, values."""
+        shape = (2, page_size, self.kv_heads, self.head_dim)
+        return (PartShape(shape, kept_in(self.dtype, dtype)),)
 
     def units_read(self, context: float) -> float:
         return min(context, self.window or context)
-
-    def make_arena(
-        self,
-        num_units: int,
-        page_size: int,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Arena:
-        """Layers see `[num_pages, 2, page_size, kv_heads, head_dim]`; 2 is keys, values."""
-        shape = (2, page_size, self.kv_heads, self.head_dim)
-        return PageArena(
-            num_units, page_size, num_layers, shape, kept_in(self.dtype, dtype), device
-        )
 
     def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
         shared = None
@@ -162,11 +180,10 @@ class KV:
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
+class Latent(_Paged):
     """One latent and one rotated part per token, which all heads share (MLA); and a key by which
     queries choose tokens, if there is an index."""
 
-    is_paged: ClassVar[bool] = True
     may_pad_prompts: ClassVar[bool] = False
     """Prompts are split by their lengths."""
     window: ClassVar[None] = None
@@ -184,34 +201,20 @@ class Latent:
     def in_dtype(self, dtype: str) -> Latent:
         return replace(self, dtype=dtype)
 
-    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
-        parts = self._parts(page_size, dtype)
-        if self.index:
-            return state_bytes(parts, num_layers)
-        [latents] = parts
-        return num_layers * math.prod(latents.shape) * latents.dtype.itemsize
+    def parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        """In FP8 bytes, including scales. With an index also its keys."""
+        kept, width = kept_in(self.dtype, dtype), self.latent + self.rope
+        width, kept = (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
+        latents = PartShape((page_size, width), kept)
+        if not self.index:
+            return (latents,)
+        return latents, PartShape((page_size, self.index), dtype)
 
     def units_read(self, context: float) -> float:
         if self.num_chosen is None:
             return context
         index = self.index / (self.index + self.latent + self.rope)
         return context * index + min(context, self.num_chosen) * (1.0 - index)
-
-    def make_arena(
-        self,
-        num_units: int,
-        page_size: int,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Arena:
-        """Layers see `[num_pages, page_size, latent + rope]`; in FP8 bytes, including scales. With
-        an index also its keys, `[num_pages, page_size, index]`."""
-        parts = self._parts(page_size, dtype)
-        if self.index:
-            return PagePartsArena(num_units, parts, num_layers, device)
-        [latents] = parts
-        return PageArena(num_units, page_size, num_layers, latents.shape, latents.dtype, device)
 
     def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
         given: dict[str, Any] = {
@@ -227,22 +230,13 @@ class Latent:
             return latents
         return ChosenStep(latents, RowsStep(**given, group=1))
 
-    def _parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
-        kept, width = kept_in(self.dtype, dtype), self.latent + self.rope
-        width, kept = (row_bytes(width), torch.uint8) if kept.itemsize == 1 else (width, kept)
-        latents = PartShape((page_size, width), kept)
-        if not self.index:
-            return (latents,)
-        return latents, PartShape((page_size, self.index), dtype)
-
 
 @dataclass(frozen=True, slots=True)
-class TokenRows:
+class TokenRows(_Paged):
     """One row of numbers for each token, or for each group of tokens that was compressed.
 
     A row of a group lies in the page of the group's last token. Groups never cross pages."""
 
-    is_paged: ClassVar[bool] = True
     may_pad_prompts: ClassVar[bool] = False
     """Groups end where positions say, which the host knows."""
 
@@ -265,7 +259,11 @@ class TokenRows:
             "which this version keeps in the model's dtype alone. Leave it at auto."
         )
 
+    def parts(self, page_size: int, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        return (PartShape((page_size // self.group, self.width), dtype),)
+
     def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        """If a page is smaller than a group: a share of the group's row."""
         return num_layers * page_size * self.width * dtype.itemsize // self.group
 
     def units_read(self, context: float) -> float:
@@ -274,18 +272,6 @@ class TokenRows:
             return seen / self.read_every
         index = self.index_width / self.width
         return seen * index + min(seen, self.num_chosen * self.group) * (1.0 - index)
-
-    def make_arena(
-        self,
-        num_units: int,
-        page_size: int,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Arena:
-        """Layers see `[num_pages, page_size / group, width]`."""
-        shape = (page_size // self.group, self.width)
-        return PageArena(num_units, page_size, num_layers, shape, dtype, device)
 
     def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
         return RowsStep(
@@ -315,12 +301,9 @@ class StateMemory:
 
     is_paged: ClassVar[bool] = False
     may_pad_prompts: ClassVar[bool] = False
+    window: ClassVar[None] = None
 
     parts: tuple[StatePart, ...]
-
-    @property
-    def window(self) -> int | None:
-        return None
 
     def in_dtype(self, dtype: str) -> StateMemory:
         return self

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +28,7 @@ from manyroots.kernels.sampling.rows import SamplingTables
 from manyroots.layers.step import LogitsIndices
 from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
+from manyroots.runner.answers import AnsweredWhenAsked, resolve
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts, count_right
@@ -41,27 +41,18 @@ from manyroots.runner.inputs import (
     Int64s,
     StepInputs,
     as_single_tokens,
-    blank_decode,
-    blank_prefill,
     is_short,
     table_rows_of,
 )
 from manyroots.runner.logprobs import score
 from manyroots.runner.masks import RowMasks
-from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows, shape_for
+from manyroots.runner.mixed import shape_for
 from manyroots.runner.packet import send
 from manyroots.runner.prediction import Guesses, PredictedTokens
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.sampling_state import DraftTables, SamplingState
-from manyroots.runner.sharing import Sharing, blank
-from manyroots.runner.step_arrays import (
-    NamedArrays,
-    decode_arrays,
-    decode_order,
-    sampling_rows,
-    sequence_arrays,
-    token_arrays,
-)
+from manyroots.runner.sharing import Sharing
+from manyroots.runner.step_packets import StepPackets
 from manyroots.runner.step_timer import Compute, StepTimer, TakeResult
 from manyroots.runner.views import StepViews
 from manyroots.runner.warmup import Warmup
@@ -166,10 +157,19 @@ class ModelRunner:
         """None where kernels group rows by themselves."""
         if fixed_shapes:
             self._sharing = Sharing(self._batch, self._forward.windows, page_size)
+        self._packets = StepPackets(
+            self._batch,
+            self._state,
+            self._rows,
+            self._sharing,
+            num_slots=0 if self._pool is None else self._pool.num_at_once,
+            num_paged=decoder.num_paged,
+        )
+        if fixed_shapes:
             self._graphs = make_graphs(
                 self._model,
                 self._forward.choose,
-                self._blank_arrays,
+                self._packets.blank,
                 # A guess is a row of its own there.
                 max_num_rows=max(max_num_seqs, MAX_CHECKING_TOKENS if drafts else 0),
                 has_adapters=self._pool is not None,
@@ -253,9 +253,9 @@ class ModelRunner:
             future.set_exception(error)
         else:
             if self._answers_thread is None:
-                _resolve(future, answer)
+                resolve(future, answer)
             else:
-                self._answers_thread.submit(_resolve, future, answer)
+                self._answers_thread.submit(resolve, future, answer)
 
     def _begin(self, plan: Plan) -> TakeResult:
         """Launch a step; gives what waits for it."""
@@ -332,9 +332,9 @@ class ModelRunner:
         """A step of single tokens, in the next larger shape there is."""
         rows = inputs.rows[inputs.sampling]
         size = graphs.size_for(len(inputs.rows))
-        arrays = self._decode_arrays(inputs, size)
+        arrays = self._packets.single_tokens(inputs, size)
         if not plan.drafts or inputs.context_lens.max() > SHARED_DRAFT_LEN:
-            arrays |= self._shared_arrays(inputs, size)
+            arrays |= self._packets.shared(inputs, size)
         drafts = self._begin_drafts(plan, inputs)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampled_at)
@@ -343,11 +343,11 @@ class ModelRunner:
     def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> TakeResult | None:
         """A step of prompts beside decodes, in the next larger shape; None if there is none."""
         shape = shape_for(inputs, self._max_num_seqs)
-        arrays = None if shape is None else self._mixed_arrays(inputs, shape)
+        arrays = None if shape is None else self._packets.mixed(inputs, shape)
         if shape is None or arrays is None:
             return None
         rows = inputs.rows[inputs.sampling]
-        arrays |= self._shared_arrays(inputs, shape.num_decodes)
+        arrays |= self._packets.shared(inputs, shape.num_decodes)
         drafts = self._begin_drafts(plan, inputs)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         sampled = graphs.run(arrays, between, shape)
@@ -356,67 +356,12 @@ class ModelRunner:
         step = InFlight(rows, sampled, np.arange(len(rows)))
         return self._answer(plan, inputs, step, drafts, is_graph=graphs.was_replayed)
 
-    def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> NamedArrays | None:
-        spare_row = self._rows.spare.row
-        num_slots = 0 if self._pool is None else self._pool.num_at_once
-        arrays = mixed_arrays(inputs, shape, num_slots=num_slots, spare_row=spare_row)
-        if arrays is None:
-            return None
-        indices = np.zeros(shape.num_samples, np.int64)
-        rows = inputs.rows[inputs.sampling]
-        indices[: len(rows)] = self._batch.num_output_tokens(rows) + inputs.guesses
-        padded = sampled_rows(inputs, shape, spare_row)
-        tables = padded.copy()
-        tables[: len(rows)] = table_rows_of(inputs, spare_row)
-        return {**arrays, **self._state.arrays(padded, indices, tables)}
-
-    def _blank_arrays(self, key: GraphKey) -> NamedArrays:
-        """Of a step that changes nothing; as large, and of the same types, as any other."""
-        spare, num_rows = self._rows.spare, key.size
-        if key.mixed is None:
-            inputs = blank_decode(key.size, spare, with_adapters=key.with_adapters)
-            arrays = self._decode_arrays(inputs, key.size)
-        else:
-            num_rows = key.mixed.num_decodes
-            inputs = blank_prefill(2, spare, with_adapters=key.with_adapters)
-            mixed = self._mixed_arrays(inputs, key.mixed)
-            assert mixed is not None, "one run always fits"
-            arrays = mixed
-        if key.shares:
-            arrays |= blank(len(self._forward.windows), num_rows)
-        return arrays
-
-    def _shared_arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
-        """What decoding rows share, if anything worth while; padded to `size`."""
-        return {} if self._sharing is None else self._sharing.arrays(inputs, size)
-
-    def _decode_arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
-        arrays = decode_arrays(
-            inputs,
-            size=size,
-            num_slots=0 if self._pool is None else self._pool.num_at_once,
-            spare_units=self._rows.spare.units,
-        )
-        spare_row = self._rows.spare.row
-        rows = sampling_rows(inputs, size=size, spare_row=spare_row)
-        tables, indices, at = rows.copy(), np.zeros(size, np.int64), inputs.sampled_at
-        tables[at] = table_rows_of(inputs, spare_row)
-        indices[at] = self._batch.num_output_tokens(rows[at]) + inputs.guesses
-        return {**arrays, **self._state.arrays(rows, indices, tables)}
-
     def _begin_any(
         self, plan: Plan, inputs: StepInputs, arrivals: LayerArrivals | None = None
     ) -> TakeResult:
         """A step of any kind, kernel by kernel; perhaps with pages that come while it computes."""
         rows = inputs.rows[inputs.sampling]
-        sequences = sequence_arrays(inputs)
-        arrays: NamedArrays = {**token_arrays(inputs), **sequences}
-        arrays |= decode_order(sequences["lens"][: inputs.num_decodes])
-        arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
-        arrays["sampled_at"] = inputs.sampled_at
-        indices = self._batch.num_output_tokens(rows) + inputs.guesses
-        tables = table_rows_of(inputs, self._rows.spare.row)
-        arrays.update(self._state.arrays(rows, indices, tables))
+        arrays = self._packets.any_step(inputs)
         drafts = self._begin_drafts(plan, inputs)
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
@@ -623,34 +568,3 @@ def _hidden(kept: KeptHidden | None) -> dict[Row, Floats]:
         return {}
     rows, states = kept
     return dict(zip(map(Row, rows.tolist()), states.float().cpu().numpy(), strict=True))
-
-
-class AnsweredWhenAsked(Future[StepResult]):
-    """A launched step whose result the asking thread makes itself."""
-
-    def __init__(self, answer: TakeResult) -> None:
-        super().__init__()
-        self._answer = answer
-        self._asking = Lock()
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        self._ask()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._ask()
-        return super().exception(timeout)
-
-    def _ask(self) -> None:
-        with self._asking:
-            if not self.done():
-                _resolve(self, self._answer)
-
-
-def _resolve(future: Future[StepResult], answer: TakeResult) -> None:
-    try:
-        result = answer()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)

@@ -72,14 +72,11 @@ class RetentionRange(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Seconds, from the end of the request."""
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chats have in common."""
+class SampledFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions, chats and responses have in common."""
 
     model: str
-    n: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -89,7 +86,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -98,39 +94,12 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     bad_words: list[str] | None = None
     """Not said by the tokens that spell them."""
     ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    """False where no tokenizer's decoder would put any: texts are what tokens spell."""
-    prompt_logprobs: int | None = None
-    add_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    lora_path: str | list[str | None] | None = None
+    """The name of an adapter, or one for each prompt; null is the base model."""
     cache_salt: str | None = None
-    retention: list[RetentionRange] | None = None
-    """Ranges of the prompt that the cache is to keep, within the caller's share of it."""
     priority: int | None = None
     """With --scheduling-policy priority: the lower, the more important."""
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    """Logprobs name tokens as `token_id:42` instead of by their text."""
-    truncate_prompt_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1 is as many as fit."""
-    truncation_side: str | None = None
-    """Where those are cut: 'left' keeps the last tokens, 'right' the first."""
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    regex: str | None = None
-    """This, `ebnf`, `json_schema` and `no_stop_trim` are SGLang's names."""
-    ebnf: str | None = None
-    json_schema: str | dict[str, Any] | None = None
-    no_stop_trim: bool | None = None
-    lora_path: str | list[str | None] | None = None
-    adapters: list[WeightedAdapter] | None = None
-    """Several adapters, each with its weight, whose sum answers."""
-    """The name of an adapter, or one for each prompt; null is the base model."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -140,6 +109,42 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     request_id: Ignored = None
+
+
+class GenerationFields(SampledFields, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chats have in common beyond it."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """False where no tokenizer's decoder would put any: texts are what tokens spell."""
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    retention: list[RetentionRange] | None = None
+    """Ranges of the prompt that the cache is to keep, within the caller's share of it."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens as `token_id:42` instead of by their text."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1 is as many as fit."""
+    truncation_side: str | None = None
+    """Where those are cut: 'left' keeps the last tokens, 'right' the first."""
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    regex: str | None = None
+    """This, `ebnf`, `json_schema` and `no_stop_trim` are SGLang's names."""
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    no_stop_trim: bool | None = None
+    adapters: list[WeightedAdapter] | None = None
+    """Several adapters, each with its weight, whose sum answers."""
+
     rid: Ignored = None
     guided_decoding_backend: Ignored = None
 

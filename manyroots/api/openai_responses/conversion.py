@@ -26,7 +26,6 @@ def chat_request(request: ResponsesRequest, notices: Notices) -> ChatRequest:
     _check_supported(request, notices)
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     return ChatRequest(
-        model=request.model,
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from manyroots.api.requests import Ignored, StructuredOutputs, Unsupported
+from manyroots.api.requests import Ignored, SampledFields, Unsupported
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -23,52 +23,22 @@ class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     verbosity: Ignored = None
 
 
-class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SampledFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses"""
 
-    model: str
     input: str | list[Any]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: list[str] | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    ignore_eos: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
-    lora_path: str | list[str | None] | None = None
-    cache_salt: str | None = None
-    priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    metadata: Ignored = None
-    store: Ignored = None
     stream_options: Ignored = None
-    user: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    request_id: Ignored = None
     client_metadata: Ignored = None
     truncation: Ignored = None
     """A prompt that does not fit is refused, with its length and the context's."""
@@ -91,11 +61,10 @@ REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
 """Of what can't be had: values that ask for nothing else, and what to do instead."""
 
 SAME_IN_CHATS = (
-    "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids",
-    "allowed_token_ids", "bad_words", "ignore_eos", "structured_outputs", "lora_path",
-    "cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls",
-)  # fmt: skip
+    *SampledFields.__struct_fields__,
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
 """Fields that a chat has, too."""
 NAMES = {
     "messages": "input",

@@ -19,7 +19,7 @@ from manyroots.models.architecture import (
     renamed,
 )
 from manyroots.models.fields import FLAG, MAX_SIDE, POSITIVE, numbers, whole
-from manyroots.models.granite_hybrid import MAMBA_DEFAULTS, check_mamba, check_mamba_heads
+from manyroots.models.granite_hybrid import MAMBA_DEFAULTS, check_mamba_heads, mamba
 from manyroots.models.llama import DEFAULTS
 from manyroots.models.spec import ConfigReader, ModelSpec
 
@@ -47,7 +47,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     block = replace(
         reader.dense(bias=text.mlp_bias), name="feed_forward", gate_factor=gate, down_factor=down
     )
-    layer = LayerSpec(mixers=(attention, mamba(text)), feed_forward=block)
+    layer = LayerSpec(mixers=(attention, _mamba(text)), feed_forward=block)
     return reader.model(
         [layer] * text.num_hidden_layers,
         embedding_scale=text.embedding_multiplier,
@@ -55,25 +55,15 @@ def describe(reader: ConfigReader) -> ModelSpec:
     )
 
 
-def mamba(text: Any) -> MambaSpec:
-    """The config's Mamba-2."""
-    check_mamba(text)
+def _mamba(text: Any) -> MambaSpec:
     norm = GatedNormKind.GATE_ONLY
     if text.mamba_rms_norm:
         before = text.mamba_norm_before_gate
         norm = GatedNormKind.NORM_FIRST if before else GatedNormKind.GATE_FIRST
-    return MambaSpec(
-        num_heads=text.mamba_n_heads,
-        head_dim=text.mamba_d_head,
-        groups=text.mamba_n_groups,
-        shares_group=text.mamba_n_groups == 1,
-        state_dim=text.mamba_d_state,
-        width=text.mamba_d_conv,
-        conv_bias=text.mamba_conv_bias,
-        in_bias=text.mamba_proj_bias,
+    return replace(
+        mamba(text),
         out_bias=text.projectors_bias,
         norm=norm,
-        norm_groups=text.mamba_n_groups,
         in_factor=text.ssm_in_multiplier,
         out_factor=text.ssm_out_multiplier,
         part_factors=tuple(text.ssm_multipliers),

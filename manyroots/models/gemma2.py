@@ -6,7 +6,6 @@ not normalised, and all layers have the same rotation.
 
 from __future__ import annotations
 
-from manyroots.errors import ModelError
 from manyroots.layers.spec import LayerSpec
 from manyroots.models.architecture import (
     COMMON,
@@ -18,7 +17,7 @@ from manyroots.models.architecture import (
     fill_types,
 )
 from manyroots.models.fields import POSITIVE_OR_NONE
-from manyroots.models.gemma3 import IN_BLOCK, without_offset
+from manyroots.models.gemma3 import IN_BLOCK, refuse_bidirectional, without_offset
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import FULL, SLIDING, of_typed_layers
@@ -29,11 +28,7 @@ _27B_LAYERS = 46
 def describe(reader: ConfigReader) -> ModelSpec:
     """Gemma 2 from 2B to 27B."""
     text = reader.text
-    if text.use_bidirectional_attention:
-        raise ModelError(
-            "the model's use_bidirectional_attention is true: it embeds text and does not "
-            "generate it. Choose another checkpoint."
-        )
+    refuse_bidirectional(text)
     layers, block = [], reader.dense(bias=False, activation="hidden_activation")
     for window in of_typed_layers(text):
         mixer = reader.attention(

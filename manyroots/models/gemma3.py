@@ -82,6 +82,11 @@ def _refuse_variants(text: Any) -> None:
                 f"the model's {field} is {value}; this version serves Gemma 3, which has none. "
                 "Choose another checkpoint."
             )
+    refuse_bidirectional(text)
+
+
+def refuse_bidirectional(text: Any) -> None:
+    """Also of Gemma 2."""
     if getattr(text, "use_bidirectional_attention", False):
         raise ModelError(
             "the model's use_bidirectional_attention is true: it embeds text and does not "

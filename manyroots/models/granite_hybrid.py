@@ -72,7 +72,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 def mamba(text: Any) -> MambaSpec:
     """The config's Mamba-2 layers."""
-    check_mamba(text)
+    _check_mamba(text)
     return MambaSpec(
         num_heads=text.mamba_n_heads,
         head_dim=text.mamba_d_head,
@@ -88,7 +88,7 @@ def mamba(text: Any) -> MambaSpec:
     )
 
 
-def check_mamba(text: Any) -> None:
+def _check_mamba(text: Any) -> None:
     """Refuse what the kernels do not support."""
     heads, groups = text.mamba_n_heads, text.mamba_n_groups
     if heads % groups:

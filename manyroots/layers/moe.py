@@ -26,7 +26,7 @@ from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.lora.targets import Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
@@ -70,10 +70,12 @@ class Experts:
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
         for expert in range(data.gate_up.shape[0]):
             own, gate_up = f"{name}.{expert}", data.gate_up[expert]
-            by_output, by_input = (Side.OUTPUT, shard, dtype), (Side.INPUT, shard, dtype)
-            yield from fills(f"{own}.gate_proj", gate_up, gates, *by_output)
-            yield from fills(f"{own}.up_proj", gate_up, ups, *by_output)
-            yield from fills(f"{own}.down_proj", data.down[expert], every, *by_input)
+            for part, matrix, rows, side in (
+                ("gate_proj", gate_up, gates, Side.OUTPUT),
+                ("up_proj", gate_up, ups, Side.OUTPUT),
+                ("down_proj", data.down[expert], every, Side.INPUT),
+            ):
+                yield from fills(matrix, FilledRows(f"{own}.{part}", rows, side, shard, dtype))
         if data.gate_up_bias is None or data.down_bias is None:
             return
         biases = zip(data.gate_up_bias, data.down_bias, strict=True)

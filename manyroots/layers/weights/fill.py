@@ -88,6 +88,24 @@ class Fill:
             self.place.add_(self.offset)
 
 
+@dataclass(frozen=True, slots=True)
+class FilledRows:
+    """Rows of a product's matrix that are one projection of a checkpoint."""
+
+    name: str
+    """The checkpoint's."""
+    rows: slice
+    side: Side | None
+    shard: Shard
+    dtype: torch.dtype
+    """Of the computation."""
+
+    @property
+    def cut(self) -> int | None:
+        """As in `Fill`."""
+        return cut_of(self.side)
+
+
 def cut_of(side: Side | None) -> int | None:
     """The dimension of a matrix [out, in] that ranks divide."""
     return {Side.OUTPUT: 0, Side.INPUT: 1, None: None}[side]

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
 from manyroots.kernels.blocks import pack_blocks
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
@@ -24,8 +23,7 @@ from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.operations import Operand
 from manyroots.kernels.packed import IS_ARM, can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
-from manyroots.layers.weights.fill import Fill, Fills, cut_of
-from manyroots.lora.targets import Side
+from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 """Tensors of a checkpoint, by the names of layers' fills."""
@@ -101,18 +99,10 @@ class WeightFormat:
         """An unfilled stack of experts' matrices."""
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def fills(
-        self,
-        name: str,
-        matrix: Matrix | ExpertMatrix,
-        rows: slice,
-        side: Side | None,
-        shard: Shard,
-        dtype: torch.dtype,
-    ) -> Fills:
+    def fills(self, matrix: Matrix | ExpertMatrix, own: FilledRows) -> Fills:
         """Destinations of a checkpoint's tensors for these rows of a matrix."""
         assert isinstance(matrix, Tensor)
-        yield f"{name}.weight", Fill(matrix[rows], cut_of(side), shard)
+        yield f"{own.name}.weight", Fill(matrix[own.rows], own.cut, own.shard)
 
     def operand(self, matrix: Matrix) -> Operand:
         """A filled matrix in the form that products read."""

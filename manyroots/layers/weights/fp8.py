@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
@@ -24,9 +23,8 @@ from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.operations import Operand
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
 from manyroots.layers.weights.compressed import groups_of, refuse_several, with_scales
-from manyroots.layers.weights.fill import Fill, Fills, cut_of
+from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
-from manyroots.lora.targets import Side
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 instructions."""
@@ -113,19 +111,12 @@ class Fp8Format(WeightFormat):
             group,
         )
 
-    def fills(
-        self,
-        name: str,
-        matrix: Matrix | ExpertMatrix,
-        rows: slice,
-        side: Side | None,
-        shard: Shard,
-        dtype: torch.dtype,
-    ) -> Fills:
+    def fills(self, matrix: Matrix | ExpertMatrix, own: FilledRows) -> Fills:
         assert isinstance(matrix, ScaledMatrix)
-        data, scales, cut = matrix.data[rows], matrix.scales[rows], cut_of(side)
+        name, cut, shard = own.name, own.cut, own.shard
+        data, scales = matrix.data[own.rows], matrix.scales[own.rows]
         if not self.is_stored:
-            yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=dtype)
+            yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=own.dtype)
             return
         yield f"{name}.weight", Fill(data, cut, shard)
         if cut == 1 and matrix.has_row_scales:

@@ -15,15 +15,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
 from manyroots.errors import ModelError
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.scaled import Int8Matrix, Matrix, quantize_rows_int8
 from manyroots.layers.weights.compressed import SCALE, groups_of, is_of_activations
-from manyroots.layers.weights.fill import Fill, Fills, cut_of
+from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
 from manyroots.layers.weights.fp8 import RoundingFill
-from manyroots.lora.targets import Side
 
 PACKED, _SHAPE = "weight_packed", "weight_shape"
 _OFFSET = 128
@@ -96,24 +94,18 @@ class Int8Format(WeightFormat):
             torch.empty(rows, 1, dtype=torch.float32, device=device),
         )
 
-    def fills(
-        self,
-        name: str,
-        matrix: Matrix | ExpertMatrix,
-        rows: slice,
-        side: Side | None,
-        shard: Shard,
-        dtype: torch.dtype,
-    ) -> Fills:
+    def fills(self, matrix: Matrix | ExpertMatrix, own: FilledRows) -> Fills:
         if not isinstance(matrix, Int8Matrix):  # an expert's
-            yield from PLAIN.fills(name, matrix, rows, side, shard, dtype)
+            yield from PLAIN.fills(matrix, own)
             return
-        data, scales, cut = matrix.data[rows], matrix.scales[rows], cut_of(side)
+        name, cut, shard = own.name, own.cut, own.shard
+        data, scales = matrix.data[own.rows], matrix.scales[own.rows]
         if self.is_stored:
             yield f"{name}.weight", Fill(data, cut, shard)
             yield f"{name}.{SCALE}", Fill(scales, 0 if cut == 0 else None, shard)
         else:
-            yield f"{name}.weight", Int8RoundingFill(data, cut, shard, scales=scales, dtype=dtype)
+            rounding = Int8RoundingFill(data, cut, shard, scales=scales, dtype=own.dtype)
+            yield f"{name}.weight", rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.mxfp4 import (
@@ -28,9 +27,8 @@ from manyroots.kernels.mxfp4 import (
     values_of,
 )
 from manyroots.kernels.scaled import Matrix
-from manyroots.layers.weights.fill import Fill, Fills, cut_of
+from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
-from manyroots.lora.targets import Side
 
 METHOD = "mxfp4"
 KIND = "weight_mxfp4"
@@ -89,26 +87,16 @@ class Mxfp4Format(WeightFormat):
             )
         return Mxfp4Matrix.empty(*shape, device=device)
 
-    def fills(
-        self,
-        name: str,
-        matrix: Matrix | ExpertMatrix,
-        rows: slice,
-        side: Side | None,
-        shard: Shard,
-        dtype: torch.dtype,
-    ) -> Fills:
+    def fills(self, matrix: Matrix | ExpertMatrix, own: FilledRows) -> Fills:
         if not isinstance(matrix, Mxfp4Matrix):  # no expert's
-            yield from PLAIN.fills(name, matrix, rows, side, shard, dtype)
+            yield from PLAIN.fills(matrix, own)
             return
-        cut, own = cut_of(side), matrix[rows]
-        if self.is_stored:
-            yield f"{name}.{KIND}", Mxfp4Fill(own.words, cut, shard, matrix=own, dtype=dtype)
-        else:
-            yield (
-                f"{name}.weight",
-                Mxfp4RoundingFill(own.words, cut, shard, matrix=own, dtype=dtype),
-            )
+        part = matrix[own.rows]
+        kind, fill = (KIND, Mxfp4Fill) if self.is_stored else ("weight", Mxfp4RoundingFill)
+        yield (
+            f"{own.name}.{kind}",
+            fill(part.words, own.cut, own.shard, matrix=part, dtype=own.dtype),
+        )
 
 
 def joined(blocks: Tensor, scales: Tensor) -> Tensor:

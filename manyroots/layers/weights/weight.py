@@ -8,7 +8,7 @@ from torch import Tensor
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.operations import Operand
 from manyroots.kernels.scaled import Matrix, plain
-from manyroots.layers.weights.fill import Fills
+from manyroots.layers.weights.fill import FilledRows, Fills
 from manyroots.layers.weights.formats import WeightFormat
 from manyroots.lora.targets import Side
 
@@ -37,4 +37,4 @@ class Weight:
 
     def fills(self, name: str, rows: slice, side: Side | None, shard: Shard) -> Fills:
         """Fills of the projection that has these rows of the output."""
-        yield from self.format.fills(name, self.data, rows, side, shard, self.dtype)
+        return self.format.fills(self.data, FilledRows(name, rows, side, shard, self.dtype))

@@ -20,6 +20,8 @@ from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
 from manyroots.kernels.scaled import Int8Matrix, quantize_rows_int8  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
+from manyroots.layers.weights.fill import FilledRows
+
 from manyroots.layers.weights.int8 import Int8Format  # isort: skip
 from manyroots.models.weight_bytes import weight_bytes  # isort: skip
 from tests.unit.models.lockstep import LockstepShard, in_lockstep  # isort: skip
@@ -183,8 +185,8 @@ def test_int8_bytes_are_counted_and_made_up_weights_are_rounded(tmp_path: Path) 
     norms = 3 * sum(place.numel() for name, place in weights.items() if "norm" in name)
     assert counted == sum(place.nbytes for place in weights.values()) - norms
     empty = Int8Format().matrix(6, 8, torch.float32, torch.device("cpu"))
-    fills = Int8Format().fills("x", empty, slice(None), None, model.shard, torch.float32)
-    [(_, fill)] = fills
+    own = FilledRows("x", slice(None), None, model.shard, torch.float32)
+    [(_, fill)] = Int8Format().fills(empty, own)
     numbers = randn(6, 8).cpu()
     fill.take(numbers)
     assert (fill.values - numbers).abs().max() <= numbers.abs().max() / 254 * 1.001

@@ -47,6 +47,8 @@ class PublishWorkload:
     streams: int
     stream_prompt_len: int
     prompt_len: int
+    pinned: bool = False
+    """Whether each revision is loaded to the device when it is published."""
     seed: int = 0
 
 
@@ -81,7 +83,8 @@ class _Bench:
     def publish(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         """Until requests of the name are computed by these."""
         op_id = next(self._ids)
-        self._loop.handle(PublishLora(op_id, _NAME, memory_adapter(tensors, config)))
+        adapter = memory_adapter(tensors, config)
+        self._loop.handle(PublishLora(op_id, _NAME, adapter, self._workload.pinned))
         while True:
             for reply in self._loop.take_replies():
                 if reply.op_id == op_id:

@@ -37,6 +37,10 @@ def add_publish(kinds: Any) -> None:
     for name, (default, metavar, text) in _NUMBERS.items():
         flag = f"--{name.replace('_', '-')}"
         group.add_argument(flag, type=int, default=default, metavar=metavar, help=text)
+    group.add_argument(
+        "--pinned", action="store_true",
+        help="load each revision to the device when it is published, not for its first request",
+    )  # fmt: skip
 
 
 def _run(values: dict[str, Any]) -> Report:
@@ -44,7 +48,7 @@ def _run(values: dict[str, Any]) -> Report:
 
     check_positive(values, tuple(_NUMBERS))
     check_layers(values)
-    workload = PublishWorkload(**{name: values[name] for name in _NUMBERS})
+    workload = PublishWorkload(**{name: values[name] for name in (*_NUMBERS, "pinned")})
     engine = engine_values(values)
     with tempfile.TemporaryDirectory(prefix="manyroots-bench-") as folder:
         if values["model_config"] is not None:

@@ -60,6 +60,8 @@ AGENTS = {
     "pi": "@mariozechner/pi-coding-agent",
     "aider": ("aider-chat",),
     "open_webui": ("open-webui",),
+    "mini_swe_agent": ("mini-swe-agent", "mcp"),  # litellm's tools import mcp
+    "gptme": ("gptme",),
 }
 """By script: an npm package, or what its venv has. Their prompts are long, so that they talk to a
 small random model; named alone, and never part of a run of all."""

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from relay import Relay
@@ -31,10 +31,13 @@ def three_turns(
     environment: Callable[[str], dict[str, str]],
     files: Callable[[str], dict[str, str]] = lambda url: {},
     tool: str | None = None,
+    arguments: Mapping[str, str] | None = None,
+    min_tokens: int = 0,
 ) -> Relay:
     """`command`: of a turn's number and prompt. `environment` and `files` (below the home): of the
-    relay's address. `tool`: the one to force; None for an agent without tools."""
-    relay = Relay(URL)
+    relay's address. `tool`: the one to force; None for an agent without tools. `arguments`: those
+    of the forced call that must not be random. `min_tokens`: of every answer."""
+    relay = Relay(URL, min_tokens)
     with tempfile.TemporaryDirectory(prefix="manyroots-agent-") as folder:
         home, work = Path(folder, "home"), Path(folder, "work")
         work.mkdir()
@@ -48,7 +51,7 @@ def three_turns(
         given |= environment(relay.url)
         for number, prompt in enumerate(PROMPTS):
             if number == 1 and tool is not None:
-                relay.force(tool)
+                relay.force(tool, arguments)
             _turn(command(number, prompt), work, given, relay)
     relay.close()
     if CAPTURE:

@@ -3,8 +3,8 @@
 Agents choose for themselves whether to call a tool, and a small model never does. `force(name)`
 makes the next request that offers the tool demand it, in the words of the API that it came by. The
 arguments of that call are bounded, since a random model never ends a text.
-Everything else passes through unchanged, event by event. No dependency: each client has its own
-environment.
+`min_tokens` keeps answers from being empty. All else passes through unchanged, event by event. No
+dependency: each client has its own environment.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import http.client
 import json
 import threading
 import urllib.parse
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -39,12 +40,15 @@ class Relay:
     """`url` is what the agent talks to; `exchanges` is what passed through."""
 
     upstream: str
+    min_tokens: int = 0
+    """Of every answer, if above 0: a random model may end at once, and some agents then fail."""
     exchanges: list[Exchange] = field(default_factory=list)
     forced: list[str] = field(default_factory=list)
     """Names of the tools that requests were made to demand."""
 
     def __post_init__(self) -> None:
         self._wanted: str | None = None
+        self._arguments: Mapping[str, str] = {}
         self._lock = threading.Lock()
         relay = self
 
@@ -67,9 +71,10 @@ class Relay:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def force(self, name: str) -> None:
-        """The next request that offers the tool `name` must call it."""
-        self._wanted = name
+    def force(self, name: str, arguments: Mapping[str, str] | None = None) -> None:
+        """The next request that offers the tool `name` must call it; with these `arguments`, for a
+        tool that would run whatever a random model writes."""
+        self._wanted, self._arguments = name, arguments or {}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -94,9 +99,12 @@ class Relay:
             body = json.loads(raw) if raw else None
         except ValueError:
             body = None
+        if self.min_tokens and isinstance(body, dict) and "messages" in body:
+            body["min_tokens"] = self.min_tokens
+            raw = json.dumps(body).encode()
         with self._lock:
             wanted = self._wanted
-            if wanted is not None and _demand(body, handler.path, wanted):
+            if wanted is not None and _demand(body, handler.path, wanted, self._arguments):
                 self.forced.append(wanted)
                 self._wanted = None
                 raw = json.dumps(body).encode()
@@ -130,12 +138,13 @@ class Relay:
             connection.close()
 
 
-def _demand(body: Any, path: str, name: str) -> bool:
+def _demand(body: Any, path: str, name: str, arguments: Mapping[str, str]) -> bool:
     """Change the choice of tool in place; False where the request does not offer `name`."""
     tools = body.get("tools") if isinstance(body, dict) else None
     offered = [tool for tool in tools if _name(tool) == name] if isinstance(tools, list) else []
     if not offered:
         return False
+    _fix(offered, arguments)
     _bound(offered)
     if path.startswith("/v1/messages"):
         body["tool_choice"] = {"type": "tool", "name": name}
@@ -144,6 +153,15 @@ def _demand(body: Any, path: str, name: str) -> bool:
     else:
         body["tool_choice"] = {"type": "function", "function": {"name": name}}
     return True
+
+
+def _fix(tools: list[Any], arguments: Mapping[str, str]) -> None:
+    """Allow one value for each of these arguments, in place."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or function.get("input_schema") or {}
+        for name, value in arguments.items():
+            schema["properties"][name]["enum"] = [value]
 
 
 def _bound(schema: Any) -> None:

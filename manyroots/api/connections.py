@@ -43,7 +43,8 @@ class ChunkWriter:
         """`data` must not be empty, which would end the response."""
         if self._flow.write_paused and not self._cycle.disconnected:
             await self._flow.drain()
-        if not self._cycle.disconnected:
+        # A write that fails closes the transport; the cycle learns of it in the loop's next round.
+        if not self._cycle.disconnected and not self._transport.is_closing():
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 

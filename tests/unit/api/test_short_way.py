@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from manyroots.api.connections import ChunkWriter
 from tests.helpers.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
@@ -64,3 +68,17 @@ async def test_a_stream_is_whole_chunks_and_older_clients_get_none(tmp_path: Pat
         life.server._on_signal()
 
     assert await life.run(script) == 0
+
+
+async def test_a_client_that_left_is_written_to_once(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logs a warning for each write from the sixth on, and many events may be ready."""
+    ours, theirs = socket.socketpair()
+    transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=ours)
+    flow = SimpleNamespace(write_paused=False)
+    cycle: Any = SimpleNamespace(flow=flow, transport=transport, disconnected=False)
+    theirs.close()
+    writer = ChunkWriter(cycle)
+    for _ in range(20):
+        await writer.write(b"data: {}\n\n")
+    assert transport.is_closing()
+    assert "socket.send" not in caplog.text

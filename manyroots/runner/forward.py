@@ -1,4 +1,4 @@
-"""From a step's arrays on the device to tokens there: the one way every step takes.
+"""From a step's arrays on the device to its tokens there: the code path of every step.
 
 Takes the views of a packet (`views.py`) and the adapters of its tokens; has every family's memory
 prepare what its layers read of the `Step`, runs the decoder, chooses tokens and keeps them as their

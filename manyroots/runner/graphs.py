@@ -126,7 +126,7 @@ class Graphs:
         between: Callable[[], None] | None = None,
         mixed: MixedShape | None = None,
     ) -> Sampled:
-        """Launch one step. What it gives is valid until the next one is launched. `between`: called
+        """Launch one step. The result is valid until the next launch. `between`: called
         when the model is launched and the choice is not, whose masks it may still write; such a
         step is two graphs."""
         key = GraphKey(

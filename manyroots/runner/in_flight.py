@@ -1,4 +1,4 @@
-"""Launched steps whose tokens are on their way to the host.
+"""Launched steps whose tokens are being copied to the host.
 
 Tokens are counted when their step is launched and known when it is done. In between their place in
 the persistent batch holds PENDING, which the device replaces by what it has. On a CPU a step is
@@ -69,8 +69,8 @@ class _Expected:
 
 
 class PendingTokens:
-    """Keeps a `PersistentBatch` up to date with steps that run later. Used by the thread that
-    launches, alone."""
+    """Keeps a `PersistentBatch` up to date with steps that run later. Only the launching
+    thread uses it."""
 
     def __init__(self, batch: PersistentBatch) -> None:
         self._batch = batch

@@ -94,7 +94,7 @@ def is_short(inputs: StepInputs) -> bool:
 
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:
-    """The same step with a row for each token; rows of one adapter lie together here, too. Not for
+    """The same step with a row for each token; rows of one adapter stay adjacent. Not for
     layers with states, which take a sequence's tokens one after the other."""
     if len(inputs.units):
         raise ValueError("tokens of a sequence with a state can't be rows of their own")

@@ -1,5 +1,5 @@
-"""The masks of rows whose output has a shape, or that may say some tokens alone: made on the host,
-applied by the sampler.
+"""The masks of rows with structured output, or with rules about tokens: made on the host, applied
+by the sampler.
 
 Takes arrivals with a grammar or with rules for tokens, and rows whose tokens are all known; writes
 their masks into the sampler's tables, ordered on the stream of the steps.
@@ -26,7 +26,7 @@ NUM_RULES = 8
 
 
 class RowMasks:
-    """Grammars and rules by row. Used by the thread that launches, alone."""
+    """Grammars and rules by row. Only the launching thread uses it."""
 
     def __init__(self, grammars: GrammarCache, batch: PersistentBatch, vocab_size: int) -> None:
         self._grammars = grammars

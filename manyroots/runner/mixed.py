@@ -50,7 +50,7 @@ class MixedShape:
 
 
 def all_shapes(max_num_seqs: int, max_num_tokens: int) -> list[MixedShape]:
-    """That steps of at most so many tokens have, the largest first."""
+    """All shapes of steps with at most this many tokens, the largest first."""
     most = TOKENS[min(bisect_left(TOKENS, max_num_tokens), len(TOKENS) - 1)]
     shapes = {
         _shape(tokens, num_decodes, max_num_seqs)

@@ -57,7 +57,7 @@ class PacketLayout:
 
 
 def send(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """The arrays on `device`, by one copy that is not waited for; on a CPU they are there."""
+    """The arrays on `device`, sent by one asynchronous copy. On a CPU, nothing is copied."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     layout = PacketLayout(arrays)

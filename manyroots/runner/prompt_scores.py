@@ -1,4 +1,4 @@
-"""How likely the model thought each next token of a prompt, for rows that ask.
+"""The log-probability of each token of a prompt, for rows that ask for it.
 
 Takes a step's inputs and its hidden states; gives scores by row, of the positions that the step
 computed.

@@ -88,7 +88,7 @@ KeptHidden = tuple[Int32s, Tensor]
 
 
 class ModelRunner:
-    """A model, its pages, and the rows under way, on the device and on the host."""
+    """A model, its pages and its rows, on the device and on the host."""
 
     def __init__(
         self,
@@ -208,12 +208,12 @@ class ModelRunner:
         self._mover.close()
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
-        """Take pages out of storage; nothing to do where there is none."""
+        """Remove pages from storage, if there is storage."""
         self._mover.forget_stored(hashes)
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Compile and capture now what the first requests would otherwise wait for, with steps of
-        at most so many tokens."""
+        """Compile kernels and capture graphs before the first requests, for steps of at most this
+        many tokens."""
         if self._device.type == "cuda":
             has_adapters = self._pool is not None
             self._in_warmup(
@@ -222,8 +222,8 @@ class ModelRunner:
         self._thread.submit(self._first_runs.begin).result()
 
     def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
-        """Bytes that steps of so many tokens take on a GPU beyond what this runner has now, graphs
-        included (twice as many with adapters)."""
+        """Bytes that steps of this many tokens need on a GPU in addition to what is allocated now,
+        including graphs (twice as many with adapters)."""
         num_kinds = 2 if with_adapters else 1
         return self._in_warmup(lambda warmup: warmup.measure(max_num_tokens, num_kinds))
 
@@ -258,7 +258,7 @@ class ModelRunner:
                 self._answers_thread.submit(resolve, future, answer)
 
     def _begin(self, plan: Plan) -> TakeResult:
-        """Launch a step; gives what waits for it."""
+        """Launch a step; gives the function that waits for its result."""
         self._drafts.settle()
         self._batch.apply(plan)
         self._pending.apply(plan)
@@ -288,7 +288,7 @@ class ModelRunner:
         return answer
 
     def _timed(self, compute: Compute) -> Compute:
-        """With how long the model took, where tiers are chosen by it (T05)."""
+        """Measures the model's time, if tiers compare it with loading (T05)."""
         return compute if self._timer is None else self._timer.timed(compute)
 
     def _compute(self, plan: Plan, inputs: StepInputs) -> TakeResult:
@@ -322,7 +322,7 @@ class ModelRunner:
         return not inputs.is_decode and self._may_pad_prompts and self._wants_tokens_only(inputs)
 
     def _wants_tokens_only(self, inputs: StepInputs) -> bool:
-        """And such logprobs as the sampler gives."""
+        """Whether rows want only tokens, and logprobs that the sampler gives."""
         wants_more = self._state.wants_prompt_logprobs | self._state.wants_hidden
         if wants_more[inputs.rows].any():
             return False
@@ -359,7 +359,7 @@ class ModelRunner:
     def _begin_any(
         self, plan: Plan, inputs: StepInputs, arrivals: LayerArrivals | None = None
     ) -> TakeResult:
-        """A step of any kind, kernel by kernel; perhaps with pages that come while it computes."""
+        """A step of any kind, kernel by kernel. `arrivals`: pages that arrive while it computes."""
         rows = inputs.rows[inputs.sampling]
         arrays = self._packets.any_step(inputs)
         drafts = self._begin_drafts(plan, inputs)
@@ -418,15 +418,14 @@ class ModelRunner:
         return LogitsIndices(there, self._lora(slots))
 
     def _keep_hidden(self, hidden: Tensor, rows: Int32s, at: Int64s) -> KeptHidden | None:
-        """The states, of those `at` these places, of rows that asked for theirs; still on the
-        device."""
+        """The hidden states `at` these places, on the device, of rows that asked for them."""
         asked = np.flatnonzero(self._state.wants_hidden[rows])
         if len(asked) == 0:
             return None
         return rows[asked], hidden[torch.from_numpy(at[asked]).to(hidden.device)]
 
     def _begin_drafts(self, plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
-        """Prepare what the sampler reads after guesses."""
+        """Prepare the sampler's tables for the positions after guesses."""
         drafts = checked_drafts(plan, inputs)
         if drafts:
             self._drafts.save_states(drafts)
@@ -447,7 +446,7 @@ class ModelRunner:
         self._state.fill_masks(inputs.rows[inputs.sampling], tables)
 
     def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
-        """Where a row wants more logprobs than the sampler gives: those of all rows."""
+        """The logprobs of all rows, if one wants more of them than the sampler gives."""
         wanted = self._state.num_logprobs(rows)
         scores = score(logits, tokens.long(), [wanted.get(i, 0) for i in range(len(rows))])
         return {index: scores[index] for index in wanted}
@@ -464,8 +463,8 @@ class ModelRunner:
         return rows
 
     def _logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s, there: Tensor) -> Tensor:
-        """Scores after the flat tokens `at`, ascending, which are `there` on the device; with the
-        adapter of each."""
+        """Logits after the flat tokens `at`, in ascending order and with the adapter of each;
+        `there`: the same places on the device."""
         slots = None if inputs.token_slots is None else inputs.token_slots[at]
         wanted = hidden if len(at) == len(hidden) else hidden[there]
         return self._decoder.logits(wanted, self._lora(slots, all_layers=False))
@@ -482,8 +481,8 @@ class ModelRunner:
         is_graph: bool = False,
         guesses: Guesses | None = None,
     ) -> TakeResult:
-        """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
-        the sampler's."""
+        """Count a launched step's tokens; gives the function that waits for them. `scores`: those
+        that the sampler did not compute."""
         picks = np.arange(len(step.rows))
         if drafts:
             picks = np.delete(picks, [sample for draft in drafts for sample in draft.samples])

@@ -36,7 +36,7 @@ DraftTables = tuple[Int32s, Int32s]
 
 
 class _TableEntries:
-    """What a plan's arrivals put into the tables, written by one copy to the device."""
+    """Writes to the tables for a plan's arrivals, sent to the device in one copy."""
 
     def __init__(self) -> None:
         self._counted: list[int] = []
@@ -116,8 +116,8 @@ class SamplingState:
         self._failed_grammars: set[int] = set()
 
     def apply(self, arrivals: Sequence[Arrival]) -> None:
-        """Take in what rows' new sequences ask for. Never fails a step: the input processor has
-        checked everything, and what it missed is one request's failure."""
+        """Store the parameters of new sequences. Never fails a step: the input processor has
+        checked everything, and anything that it missed fails one request."""
         entries = _TableEntries()
         for arrival in arrivals:
             self.failures.pop(arrival.row, None)
@@ -201,7 +201,7 @@ class SamplingState:
             self._count_once(sent["places"])
 
     def _count_once(self, places: Tensor) -> None:
-        """One occurrence more at each of these places; one that is there twice counts twice."""
+        """Add one occurrence at each of these places; a place that is listed twice counts twice."""
         ones = torch.ones(len(places), dtype=torch.int32, device=places.device)
         self.tables.counts.view(-1).index_add_(0, places, ones)
 

@@ -40,7 +40,7 @@ class Sharing:
             self._found_for = b""
 
     def arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
-        """Of the rows that decode, padded to `size`; {} if they share nothing worth while."""
+        """The arrays of the decoding rows, padded to `size`; {} if sharing gains nothing."""
         count = inputs.num_decodes
         rows, lens = inputs.rows[:count], inputs.context_lens[:count]
         key = rows.tobytes()

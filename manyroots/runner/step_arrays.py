@@ -72,7 +72,7 @@ def decode_arrays(
 
 
 def _padded(array: np.ndarray, count: int) -> np.ndarray:
-    """The last one so often again. `np.pad` would take longer than all else here."""
+    """Repeat the last element. `np.pad` would take longer than everything else here."""
     size = array.shape[-1]
     padded = np.empty((*array.shape[:-1], size + count), array.dtype)
     padded[..., :size] = array

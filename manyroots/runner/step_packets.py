@@ -44,7 +44,7 @@ class StepPackets:
         self._sharing, self._num_slots, self._num_paged = sharing, num_slots, num_paged
 
     def any_step(self, inputs: StepInputs) -> NamedArrays:
-        """Of a step as large as it is."""
+        """The arrays of a step without padding."""
         sequences, at = sequence_arrays(inputs), np.arange(len(inputs.sampled_at))
         return {
             **token_arrays(inputs),
@@ -56,7 +56,7 @@ class StepPackets:
         }
 
     def single_tokens(self, inputs: StepInputs, size: int) -> NamedArrays:
-        """Of a step whose sequences have a token each, padded to `size`."""
+        """The arrays of a step whose sequences have one token each, padded to `size`."""
         arrays = decode_arrays(
             inputs, size=size, num_slots=self._num_slots, spare_units=self._spare.units
         )
@@ -64,7 +64,7 @@ class StepPackets:
         return {**arrays, **self._sampling(inputs, rows, inputs.sampled_at)}
 
     def mixed(self, inputs: StepInputs, shape: MixedShape) -> NamedArrays | None:
-        """Of a step of prompts beside decodes, padded to `shape`; None if it does not fit."""
+        """The arrays of a step of prompts and decodes in this `shape`; None if it does not fit."""
         spare_row = self._spare.row
         arrays = mixed_arrays(inputs, shape, num_slots=self._num_slots, spare_row=spare_row)
         if arrays is None:
@@ -74,11 +74,11 @@ class StepPackets:
         return {**arrays, **self._sampling(inputs, rows, at)}
 
     def shared(self, inputs: StepInputs, size: int) -> NamedArrays:
-        """What decoding rows share, if anything worth while; padded to `size`."""
+        """The prefixes that decoding rows share, padded to `size`; {} if sharing gains nothing."""
         return {} if self._sharing is None else self._sharing.arrays(inputs, size)
 
     def blank(self, key: GraphKey) -> NamedArrays:
-        """Of a step that changes nothing; as large, and of the same types, as any other."""
+        """The arrays of a step that changes nothing, with the sizes and types of every other."""
         num_rows = key.size
         if key.mixed is None:
             inputs = blank_decode(key.size, self._spare, with_adapters=key.with_adapters)

@@ -1,7 +1,7 @@
-"""How long the model computes, to be compared with loading.
+"""Measures the time of the model, which is compared with the time of loading pages.
 
-Takes what launches a step; gives the same with its result's `seconds` filled in. On a GPU by events
-around the step, which its answer then waits for; on a CPU by the clock.
+Wraps the function that launches a step, and fills in `seconds` of its result. A GPU's time comes
+from events around the step, which its answer waits for; a CPU's from the clock.
 """
 
 from __future__ import annotations

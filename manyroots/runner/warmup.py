@@ -1,7 +1,7 @@
-"""Steps that change nothing, before the first that does: to compile, to capture, to measure.
+"""Steps that change no state, run before the first request: to compile, to capture, to measure.
 
-Takes what a runner computes with; gives bytes, or leaves kernels compiled and graphs captured. All
-of it is of the spare row, whose keys and values are kept nowhere.
+Takes the parts of a runner; gives bytes, or leaves kernels compiled and graphs captured. All steps
+use the spare row, whose keys and values are stored nowhere.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Warmup:
                 self._prefill(count, with_adapters=with_adapters)
 
     def measure(self, max_num_tokens: int, num_kinds: int) -> int:
-        """Bytes that steps of so many tokens take beyond what there is, graphs of so many kinds
-        included. Measured by computing one, with every row sampled in the way that takes most."""
+        """Bytes that steps of this many tokens need in addition to what is allocated, including
+        graphs of `num_kinds`. Computes one step, with the sampling that needs the most memory."""
         self._compile(max_num_tokens, has_adapters=False)
         count = min(max_num_tokens, self._max_len)
         hidden = self._peak_bytes(lambda: self._prefill(count, with_adapters=False))

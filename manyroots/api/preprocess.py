@@ -7,9 +7,10 @@ processor. Large texts are tokenized, and templates are rendered, off the event 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -316,12 +317,18 @@ async def _encode_prompts(
     service: Service, prompts: list[str | list[int]], add_special_tokens: bool
 ) -> list[list[int]]:
     def encode() -> list[list[int]]:
-        return [
-            service.input_processor.encode(prompt, add_special_tokens=add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+        found: list[list[int]] = []
+        for place, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                with _naming_place("prompt", place, len(prompts)):
+                    found.append(
+                        service.input_processor.encode(
+                            prompt, add_special_tokens=add_special_tokens
+                        )
+                    )
+            else:
+                found.append(prompt)
+        return found
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     return encode() if size <= _SMALL_CHARACTERS else await asyncio.to_thread(encode)
@@ -395,13 +402,25 @@ def _submits(
     salt = salt_of(request)
     next_id = service.engine.next_request_id
     checked = service.input_processor.check(sampling, priority=request.priority or 0)
-    return [
-        submit
-        for prompt, adapter in prompts
-        for submit in service.input_processor.submits(
-            prompt, checked, salt, next_id, adapter=adapter, field=field, retention=retention
-        )
-    ]
+    found: list[Submit] = []
+    for place, (prompt, adapter) in enumerate(prompts):
+        with _naming_place(field, place, len(prompts)):
+            found += service.input_processor.submits(
+                prompt, checked, salt, next_id, adapter=adapter, field=field, retention=retention
+            )
+    return found
+
+
+@contextmanager
+def _naming_place(field: str, place: int, num_prompts: int) -> Iterator[None]:
+    """A fault of one prompt among several says which one it is."""
+    try:
+        yield
+    except RequestError as error:
+        if num_prompts == 1 or error.field != field:
+            raise
+        text = re.sub(rf"\b{re.escape(field)}\b", f"{field}[{place}]", str(error))
+        raise type(error)(text, field=field) from error
 
 
 def _new_id(prefix: str, headers: Mapping[str, str]) -> str:

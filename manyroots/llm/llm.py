@@ -225,15 +225,16 @@ class LLM:
         submits: list[Submit] = []
         results: list[RequestOutput] = []
         asked = zip(batch, params, loras, adapters, priorities, strict=True)
-        for prompt, sampling, lora, adapter, importance in asked:
+        for place, (prompt, sampling, lora, adapter, importance) in enumerate(asked):
+            field = "prompt" if len(batch) == 1 else f"prompts[{place}]"
             tokens = prompt.tokens
             if tokens is None:
-                tokens = self._input_processor.encode(str(prompt.text))
+                tokens = self._input_processor.encode(str(prompt.text), field=field)
             salt = prompt.cache_salt or cache_salt
             check_type("cache_salt", salt, str | None)
             made = self._input_processor.submits(
                 tokens, sampling, salt, self._next_id, adapter=adapter, priority=importance,
-                retention=kept,
+                field=field, retention=kept,
             )  # fmt: skip
             result = RequestOutput(str(len(results)), prompt.text, list(made[0].prompt), [])
             result.lora_request = lora

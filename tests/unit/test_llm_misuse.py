@@ -51,6 +51,7 @@ def tokens(llm: LLM, prompt: Any, sampling: SamplingParams = GREEDY, **more: Any
         ({"prompts": b"hello"}, "prompts is b'hello'; it must be a text"),
         ({"prompts": [b"hello"]}, r"prompts\[0\] is b'hello'; it must be a text"),
         ({"prompts": {"prompt": ["a"]}}, r"prompts\[0\]\['prompt'\] is \['a'\]; it must be a text"),
+        ({"prompts": ["a", [5, 999]], "sampling_params": GREEDY}, r"prompts\[1\] holds the token"),
         ({"sampling_params": [{"n": 1}]}, r"sampling_params\[0\] is .* of type SamplingParams"),
         ({"lora_request": ["all"]}, r"lora_request\[0\] is 'all'; .* of type LoRARequest"),
         ({"priority": ["low"]}, r"priority\[0\] is 'low'; it must be of type int"),

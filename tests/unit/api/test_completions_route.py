@@ -176,6 +176,20 @@ async def test_token_ids_are_returned_on_request() -> None:
     assert (choice["token_ids"], choice["prompt_token_ids"]) == ([97], [97, 98])
 
 
+async def test_a_fault_of_one_prompt_among_several_says_which() -> None:
+    for prompt, told in (
+        (["a", ""], "prompt[1] is empty;"),
+        ([[1], [2], [99_999]], "prompt[2] holds the token id"),
+        (["a", "a " * 9999], "Shorten prompt[1]."),
+        ("", "prompt is empty;"),
+    ):
+        error = error_of(await Harness().complete(prompt))
+        assert told in error["message"]
+        assert error["param"] == "prompt"
+    refused = await Harness().post("/v1/embeddings", {"model": "tiny", "input": ["a", ""]})
+    assert "input[1] is empty;" in error_of(refused)["message"]
+
+
 async def test_an_engine_error_is_a_500_that_says_why() -> None:
     engine = FakeEngine(
         lambda submit: [Output(submit.request_id, [], FinishReason.ERROR, 0, error="NaN logits")]

@@ -27,10 +27,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from py_compile import PycInvalidationMode
 
+import anyio.pytest_plugin
 import pytest
 
 import tests.conftest  # noqa: F401  what holds for every test is set before torch is imported
-from tests.helpers.detector import PLUGINS_LEFT_OUT
+from tests.helpers.detector import bare_pytest
 from tests.helpers.mutations import MUTATIONS
 
 OWN = ("manyroots", "tests", "tools", "examples")
@@ -115,9 +116,7 @@ def _run_and_tell(nodes: list[str], path: str) -> None:
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
         told = _Outcomes(nodes)
-        options = ["-q", "--tb=no", "--no-header", "--assert=plain"]
-        options += [part for name in PLUGINS_LEFT_OUT for part in ("-p", f"no:{name}")]
-        pytest.main([*options, *(f"tests/{node}" for node in nodes)], plugins=[told])
+        bare_pytest(*(f"tests/{node}" for node in nodes), plugins=[told, anyio.pytest_plugin])
         Path(path).write_text(json.dumps(told.found))
     finally:
         os._exit(0)

@@ -65,6 +65,7 @@ PROMISES = "unit/engine/test_adapter_promises.py::"
 REUSE = "unit/scheduler/test_reuse.py::"
 STATE_BURSTS = "unit/scheduler/test_state_bursts.py::"
 TIERS = "unit/test_llm_tiers.py::"
+DRAFTS = "unit/test_llm_speculation.py::test_v01_answers_are_the_same_with_drafts_of_every_kind"
 SLICES = "unit/scheduler/test_slices.py::"
 OLDER_STATES = (
     "unit/cache/test_tiers.py::test_t06_older_states_are_asked_for_until_one_is_there[8-6]"
@@ -830,7 +831,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "goes_back = bool(self._states) and count < len(draft.tokens)",
         "goes_back = False",
         "a runner keeps the state of wrong guesses",
-        ("unit/test_llm_speculation.py::test_v01_answers_are_the_same_with_drafts_of_every_kind",),
+        (f"{DRAFTS}[convolutions]",),
     ),
     Mutation(
         "runner/sampling_state.py",
@@ -844,7 +845,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "fill_next_token_bitmask(matcher, behind, place)",
         "behind[place] = masks[place]",
         "a mask comes one position late",
-        ("unit/test_llm_speculation.py::test_v01_answers_are_the_same_with_drafts_of_every_kind",),
+        (f"{DRAFTS}[full]",),
     ),
     # Tiers
     _cache(

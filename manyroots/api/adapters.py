@@ -33,10 +33,14 @@ LoraPath = str | list[str | None] | None
 class Adapters:
     """The engine's adapters as a request's key may use them."""
 
-    def __init__(self, model_name: str, table: AdapterTable, *, has_sources: bool) -> None:
-        """`has_sources`: the engine may find names that the table does not have."""
+    def __init__(
+        self, model_name: str, table: AdapterTable, *, is_enabled: bool, has_sources: bool
+    ) -> None:
+        """`is_enabled`: the engine serves adapters at all. `has_sources`: it may find names that
+        the table does not have."""
         self._model_name = model_name
         self._table = table
+        self._is_enabled = is_enabled
         self._has_sources = has_sources
 
     def all(self) -> list[KnownAdapter]:
@@ -155,6 +159,8 @@ class Adapters:
         ours = repr(self._model_name) if self.has_base else "no base model for this key"
         if count:
             ours += f" and {count} adapters, which GET /v1/models lists"
+        elif not self._is_enabled:
+            ours += " and no adapters, because it runs without --enable-lora"
         return NotFoundError(
             f"The model {name[:200]!r} does not exist; this server has {ours}.",
             field=field,

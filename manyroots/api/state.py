@@ -86,7 +86,12 @@ class Service:
             engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens
         )
         self.concurrency = ConcurrencyLimit(engine.info.max_num_seqs + server.max_queued_requests)
-        self.adapters = Adapters(model_name, engine.adapters, has_sources=bool(lora.lora_source))
+        self.adapters = Adapters(
+            model_name,
+            engine.adapters,
+            is_enabled=lora.enable_lora,
+            has_sources=bool(lora.lora_source),
+        )
         self.uploads = Uploads(lora)
         self.metrics = Metrics(
             model_name,

@@ -311,6 +311,15 @@ async def test_an_unknown_model_is_a_404() -> None:
         assert "gpt-99" in error_of(response)["message"]
 
 
+async def test_an_adapter_without_enable_lora_names_the_flag() -> None:
+    """R03: the remedy is the operator's, so that the error says what to start the server with."""
+    adapters = {**PROMPT, "adapters": [{"name": "a", "weight": 0.5}]}
+    for body in (adapters, {**PROMPT, "lora_path": "a"}, {**PROMPT, "model": "a"}):
+        response = await Harness().post("/v1/completions", body)
+        assert response.status_code == 404
+        assert "runs without --enable-lora" in error_of(response)["message"]
+
+
 async def test_unknown_routes_and_methods_use_the_envelope_too() -> None:
     response = await Harness().get("/nope")
     assert response.status_code == 404

@@ -17,7 +17,6 @@ from unittest import mock
 
 import torch
 
-import manyroots.runner.runner as runner_module
 from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Rows
@@ -25,7 +24,7 @@ from manyroots.kernels.lora_ops import reference
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
-from manyroots.runner import mixed, step_arrays
+from manyroots.runner import mixed, step_arrays, step_packets
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.inputs import NOWHERE
 from manyroots.runner.sampling_state import SamplingState
@@ -129,7 +128,7 @@ def _lost_token() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _both(patched(runner_module, "token_arrays", make), patched(mixed, "token_arrays", make))
+    return _both(patched(step_packets, "token_arrays", make), patched(mixed, "token_arrays", make))
 
 
 def _late_position() -> AbstractContextManager[None]:
@@ -143,7 +142,7 @@ def _late_position() -> AbstractContextManager[None]:
 
         return wrong
 
-    return patched(runner_module, "decode_arrays", make)
+    return patched(step_packets, "decode_arrays", make)
 
 
 def _short_context() -> AbstractContextManager[None]:

@@ -32,14 +32,12 @@ FlatBytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 def memory_adapter(tensors: Mapping[str, Tensor], config: object) -> MemoryAdapter:
     """`config`: a mapping, or a PEFT config. AdapterError names unsupported values."""
-    about: dict[str, Any] = {}
-    flats: list[FlatBytes] = []
-    shared: list[int] = []
-    offset = 0
     if not isinstance(tensors, Mapping):
         raise AdapterError(
             f"tensors is a {type(tensors).__name__}; give a mapping from names to tensors."
         )
+    about: dict[str, Any] = {}
+    offset = 0
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise AdapterError(f"{name} is a {type(tensor).__name__}; give a torch tensor.")
@@ -47,41 +45,41 @@ def memory_adapter(tensors: Mapping[str, Tensor], config: object) -> MemoryAdapt
             raise AdapterError(
                 f"{name} is {tensor.dtype}; give float32, float16 or bfloat16 tensors."
             )
-        # On this thread: another one would not wait for the stream that computes the tensor.
-        on_host = tensor.detach().to("cpu").contiguous()
-        if on_host.data_ptr() == tensor.data_ptr():
-            shared.append(len(flats))
-        flats.append(on_host.view(-1).view(torch.uint8).numpy())
-        end = offset + on_host.nbytes
+        end = offset + tensor.nbytes
         about[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
-    for at, copy in zip(shared, _copied([flats[at] for at in shared]), strict=True):
-        flats[at] = copy
     header = json.dumps(about, separators=(",", ":")).encode()
     header += b" " * (-len(header) % _ALIGNMENT)
     return MemoryAdapter.of(
         _config_bytes(config),
-        [len(header).to_bytes(8, "little"), header, *(flat.data for flat in flats)],
+        [len(header).to_bytes(8, "little"), header, _in_one(list(tensors.values()), offset).data],
     )
 
 
-def _copied(flats: Sequence[FlatBytes]) -> list[FlatBytes]:
-    """Copies of these, made by several threads."""
-    copies = [np.empty_like(flat) for flat in flats]
-    num_bytes = sum(flat.nbytes for flat in flats)
+def _in_one(tensors: Sequence[Tensor], num_bytes: int) -> FlatBytes:
+    """Their bytes, one after the other. Several threads copy what is in host memory. In one piece
+    it is read without another copy, and threads that read it wait less for each other's Python."""
+    whole = np.empty(num_bytes, np.uint8)
+    moves: list[tuple[FlatBytes, FlatBytes]] = []
+    offset = 0
+    for tensor in tensors:
+        # On this thread: another one would not wait for the stream that computes the tensor.
+        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        moves.append((whole[offset : offset + flat.nbytes], flat))
+        offset += flat.nbytes
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, 1 + num_bytes // _BYTES_PER_THREAD)
 
     def copy(first: int) -> None:
-        for to, flat in zip(copies[first::num_threads], flats[first::num_threads], strict=True):
+        for to, flat in moves[first::num_threads]:
             np.copyto(to, flat)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-copy") as threads:
         list(threads.map(copy, range(num_threads)))
-    return copies
+    return whole
 
 
 def _config_bytes(config: object) -> bytes:

@@ -44,8 +44,11 @@ def read_and_hash(
         room = memoryview(mmap(-1, CHUNK_BYTES) if into is None else b"")
         while (start := _first(left)) is not None:
             length = min(CHUNK_BYTES, header.data_bytes - start)
-            view = room[:length] if into is None else into[start : start + length]
-            file.read_into(view, header.data_offset + start)
+            if into is None:
+                view = file.bytes_at(header.data_offset + start, room[:length])
+            else:
+                view = into[start : start + length]
+                file.read_into(view, header.data_offset + start)
             hashes[start // CHUNK_BYTES] = hashlib.sha256(view).digest()
             if seen is not None:
                 seen(start, view)

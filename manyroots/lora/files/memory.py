@@ -46,6 +46,14 @@ class MemoryFile(AdapterFile):
             num_read += count
             number += 1
 
+    def bytes_at(self, offset: int, room: memoryview) -> memoryview:
+        number = bisect.bisect_right(self._ends, offset)
+        end = offset + len(room)
+        if number == len(self._ends) or end > self._ends[number]:
+            return super().bytes_at(offset, room)
+        piece, last = self._pieces[number], self._ends[number]
+        return piece[len(piece) - (last - offset) : len(piece) - (last - end)]
+
     def check_unchanged(self) -> None:
         """It can't have."""
 

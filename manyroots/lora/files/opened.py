@@ -60,6 +60,12 @@ class AdapterFile:
                 raise self._changed()
             num_read += count
 
+    def bytes_at(self, offset: int, room: memoryview) -> memoryview:
+        """As many bytes as `room` has, from `offset` on: `room` itself, unless they are in memory
+        already."""
+        self.read_into(room, offset)
+        return room
+
     def refuse_pointer(self) -> None:
         """Tell a file that was cloned without Git LFS by name, not as a damaged one."""
         first = self.read(0, min(NUM_BYTES, self.num_bytes))

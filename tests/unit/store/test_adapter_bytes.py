@@ -100,3 +100,18 @@ def test_a03_other_threads_run_while_an_adapter_in_memory_is_copied() -> None:
     into = bytearray(CHUNK_BYTES)
     assert lets_others_run(lambda: file.read_into(memoryview(into), 0))
     assert all(into)
+
+
+@for_seeds(200)
+def test_a03_bytes_of_an_adapter_in_memory_are_those_of_its_pieces(draw: Draw) -> None:
+    """A03: inside a piece without a copy, and across pieces."""
+    whole = bytes(range(1, 100))
+    cuts = sorted({0, len(whole), *(draw.integer(1, 98) for _ in range(draw.integer(0, 3)))})
+    file = MemoryFile("weights", [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    first = draw.integer(0, 98)
+    room = bytearray(draw.integer(1, 99 - first))
+    last = first + len(room)
+    found = file.bytes_at(first, memoryview(room))
+    assert bytes(found) == whole[first:last]
+    is_in_one = any(a <= first and last <= b for a, b in zip(cuts, cuts[1:], strict=False))
+    assert any(room) is not is_in_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from unittest import mock
 
@@ -107,11 +108,11 @@ def test_a03_bytes_of_an_adapter_in_memory_are_those_of_its_pieces(draw: Draw) -
     """A03: inside a piece without a copy, and across pieces."""
     whole = bytes(range(1, 100))
     cuts = sorted({0, len(whole), *(draw.integer(1, 98) for _ in range(draw.integer(0, 3)))})
-    file = MemoryFile("weights", [whole[a:b] for a, b in zip(cuts, cuts[1:], strict=False)])
+    file = MemoryFile("weights", [whole[a:b] for a, b in itertools.pairwise(cuts)])
     first = draw.integer(0, 98)
     room = bytearray(draw.integer(1, 99 - first))
     last = first + len(room)
     found = file.bytes_at(first, memoryview(room))
     assert bytes(found) == whole[first:last]
-    is_in_one = any(a <= first and last <= b for a, b in zip(cuts, cuts[1:], strict=False))
+    is_in_one = any(a <= first and last <= b for a, b in itertools.pairwise(cuts))
     assert any(room) is not is_in_one

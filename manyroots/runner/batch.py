@@ -13,7 +13,7 @@ import numpy as np
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.runner.inputs import Int64s, StepInputs
-from manyroots.step import Arrival, Int32s, Plan, RowDraft
+from manyroots.step import Arrival, Int32s, Plan
 
 
 class PersistentBatch:
@@ -36,6 +36,8 @@ class PersistentBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_computed = np.zeros(max_num_seqs, np.int64)
+        self._num_guesses = np.zeros(max_num_seqs, np.int64)
+        """Of the step that is laid out next."""
         self._adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int64)
         self._adapter_from = np.zeros(max_num_seqs, np.int64)
         max_pages = -(-max_model_len // page_size)
@@ -58,6 +60,7 @@ class PersistentBatch:
         for draft in plan.drafts:
             known = self.num_tokens[draft.row]
             self.tokens[draft.row, known : known + len(draft.tokens)] = draft.tokens
+            self._num_guesses[draft.row] = len(draft.tokens)
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)
@@ -65,6 +68,7 @@ class PersistentBatch:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = arrival.num_prompt_tokens
         self._num_computed[row] = arrival.num_computed_tokens
+        self._num_guesses[row] = 0  # the step that had them may have failed before this
         slot = arrival.adapter_slot
         self._adapter_slot[row] = NO_ADAPTER if slot is None else slot
         self._adapter_from[row] = arrival.adapter_from
@@ -91,21 +95,21 @@ class PersistentBatch:
             flat_rows = np.repeat(rows, counts)
             positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, counts)
 
-        is_sampled = plan.samples[order]
-        sampling = is_sampled.nonzero()[0]
-        guesses = np.zeros(len(sampling), np.int64)
-        place = np.empty(len(order), np.int64)
-        place[order] = np.cumsum(is_sampled) - 1
+        # Of a row with guesses, a sample after its newest token and one after each of them.
+        num_samples = plan.samples[order].astype(np.int64)
         if plan.drafts:
-            # Of a row with guesses, a sample after its newest token and one after each of them.
-            num_samples = is_sampled.astype(np.int64)
-            num_samples[_places_of(rows, plan.drafts)] += [len(d.tokens) for d in plan.drafts]
-            ends = np.cumsum(num_samples)
-            sampling = np.repeat(np.arange(len(rows)), num_samples)
-            guesses = np.arange(len(sampling)) - (ends - num_samples)[sampling]
-            place[order] = ends - num_samples
+            num_samples += self._num_guesses[rows]
+            self._num_guesses[rows] = 0
+        firsts = np.cumsum(num_samples) - num_samples
+        place = np.empty(len(order), np.int64)
+        place[order] = firsts
+        if plan.drafts:
+            sampling = np.repeat(every[:-1], num_samples)
+            guesses = np.arange(len(sampling)) - firsts[sampling]
             sampled_at = starts[sampling + 1] - num_samples[sampling] + guesses
         else:
+            sampling = num_samples.nonzero()[0]
+            guesses = np.zeros(len(sampling), np.int64)
             sampled_at = starts[sampling + 1] - 1
         return StepInputs(
             rows=rows,
@@ -162,10 +166,3 @@ class PersistentBatch:
 
     def known(self, row: int) -> Int32s:
         return self.tokens[row, : self.num_tokens[row]]
-
-
-def _places_of(rows: Int32s, drafts: Sequence[RowDraft]) -> Int64s:
-    """Where in `rows` the row of each draft is."""
-    order = np.argsort(rows)
-    places: Int64s = order[np.searchsorted(rows, [draft.row for draft in drafts], sorter=order)]
-    return places

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyroots.ids import Row
-from manyroots.kernels.sampling.rows import NO_FAULT, Sampled
+from manyroots.kernels.sampling.rows import NO_FAULT
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.in_flight import InFlight
-from manyroots.runner.inputs import Int64s, StepInputs
+from manyroots.runner.inputs import StepInputs
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s, Plan
 from manyroots.store.arena import UnitArena
@@ -32,30 +33,6 @@ class CheckedDraft:
     tokens: Int32s
     samples: list[int]
     """Indices into the step's samples: after the newest token, then after each guess."""
-
-
-def count_right(drafts: Sequence[CheckedDraft], sampled: Sampled, at: Int64s) -> dict[Row, int]:
-    """How many guesses of each row are right. `at`: where each of the step's samples is in
-    `sampled`.
-
-    A position without a token (logits that are not finite, a grammar that can't go on) ends the
-    draft before it. It is computed again alone, and fails as it would have without a draft.
-    """
-    if not drafts:
-        return {}
-    # Lists: this is between two steps, and numpy takes longer for so few numbers.
-    tokens, faults = sampled.tokens.numpy()[at].tolist(), sampled.faults.numpy()[at].tolist()
-    counts = {}
-    for draft in drafts:
-        count = 0
-        for guess, before, after in zip(
-            draft.tokens.tolist(), draft.samples, draft.samples[1:], strict=False
-        ):
-            if tokens[before] != guess or faults[after] != NO_FAULT:
-                break
-            count += 1
-        counts[Row(draft.row)] = count
-    return counts
 
 
 def checked_drafts(plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
@@ -73,6 +50,37 @@ def checked_drafts(plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
     )
 
 
+class DraftCheck:
+    """A launched step and the drafts that it checks. Any thread may ask."""
+
+    def __init__(self, step: InFlight, drafts: tuple[CheckedDraft, ...]) -> None:
+        self.step, self.drafts = step, drafts
+
+    @cached_property
+    def num_right(self) -> dict[Row, int]:
+        """How many guesses of each row are right; waits for the step.
+
+        A position without a token (logits that are not finite, a grammar that can't go on) ends
+        the draft before it. It is computed again alone, and fails as it would have without a draft.
+        """
+        if not self.drafts:
+            return {}
+        # Lists: this is between two steps, and numpy takes longer for so few numbers.
+        sampled, at = self.step.wait(), self.step.at
+        tokens, faults = sampled.tokens.numpy()[at].tolist(), sampled.faults.numpy()[at].tolist()
+        counts = {}
+        for draft in self.drafts:
+            count = 0
+            for guess, before, after in zip(
+                draft.tokens.tolist(), draft.samples, draft.samples[1:], strict=False
+            ):
+                if tokens[before] != guess or faults[after] != NO_FAULT:
+                    break
+                count += 1
+            counts[Row(draft.row)] = count
+        return counts
+
+
 class DraftRows:
     """Settles rows whose guesses a launched step checks. Used by the thread that launches."""
 
@@ -85,7 +93,7 @@ class DraftRows:
         self._states = states
         self._saved: list[Tensor] = []
         """By family of states: what rows with a draft had before the step."""
-        self._unsettled: tuple[InFlight, tuple[CheckedDraft, ...]] | None = None
+        self._unsettled: DraftCheck | None = None
 
     def save_states(self, drafts: Sequence[CheckedDraft]) -> None:
         """To be called before the model computes: it changes the states of these rows."""
@@ -98,19 +106,18 @@ class DraftRows:
         units = self._batch.units[family, [draft.row for draft in drafts]].astype(np.int64)
         return torch.from_numpy(units).to(self._states[family].data.device)
 
-    def expect(self, step: InFlight, drafts: tuple[CheckedDraft, ...]) -> None:
-        """A step was launched that checks these."""
-        self._unsettled = (step, drafts)
+    def expect(self, check: DraftCheck) -> None:
+        """A step was launched that checks drafts."""
+        self._unsettled = check
 
     def settle(self) -> None:
         """Wait for the newest step if it checks guesses, and take what is right of them."""
         if self._unsettled is None:
             return
-        (step, drafts), self._unsettled = self._unsettled, None
-        counts = count_right(drafts, step.wait(), step.at)
-        sampled, after_guesses = step.tokens(), {}
-        for place, draft in enumerate(drafts):
-            count = counts[Row(draft.row)]
+        check, self._unsettled = self._unsettled, None
+        sampled, after_guesses = check.step.tokens(), {}
+        for place, draft in enumerate(check.drafts):
+            count = check.num_right[Row(draft.row)]
             tokens = sampled[draft.samples[: count + 1]]
             goes_back = bool(self._states) and count < len(draft.tokens)
             if goes_back:

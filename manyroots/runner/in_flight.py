@@ -85,6 +85,8 @@ class PendingTokens:
 
     def expect(self, step: InFlight, picks: Int64s) -> None:
         """Tokens of these of its samples are counted from now on: one for each of their rows."""
+        if len(picks) == 0:
+            return
         rows = step.rows[picks]
         places = self._batch.append(rows, PENDING)
         self._expected.append(_Expected(step, picks, places, self._owner[rows]))

@@ -9,7 +9,7 @@ and of what is left of a long one whose beginning is in the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -98,31 +98,41 @@ def as_single_tokens(inputs: StepInputs) -> StepInputs:
     layers with states, which take a sequence's tokens one after the other."""
     if len(inputs.units):
         raise ValueError("tokens of a sequence with a state can't be rows of their own")
+    inputs = _by_adapter(inputs)
     num_tokens = len(inputs.tokens)
-    order = np.arange(num_tokens)
-    if inputs.token_slots is not None:
-        order = np.argsort(inputs.token_slots, kind="stable")
-    place = np.empty(num_tokens, np.int64)
-    place[order] = np.arange(num_tokens)
-    sampling = place[inputs.sampled_at]
-    in_order = np.argsort(sampling)
+    return replace(
+        inputs,
+        rows=inputs.token_rows,
+        query_starts=np.arange(num_tokens + 1),
+        context_lens=inputs.positions + 1,
+        num_decodes=num_tokens,
+        units=np.empty((0, num_tokens), np.int32),
+        sampling=inputs.sampled_at,
+    )
+
+
+def _by_adapter(inputs: StepInputs) -> StepInputs:
+    """The same step with all tokens of an adapter together; its sequences have no meaning."""
+    slots = inputs.token_slots
+    if slots is None or (slots[1:] >= slots[:-1]).all():
+        return inputs
+    order = np.argsort(slots, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    sampled_at = place[inputs.sampled_at]
+    in_order = np.argsort(sampled_at)
     rank = np.empty_like(in_order)
     rank[in_order] = np.arange(len(in_order))
-    return StepInputs(
-        rows=inputs.token_rows[order],
+    return replace(
+        inputs,
         token_rows=inputs.token_rows[order],
         tokens=inputs.tokens[order],
         positions=inputs.positions[order],
-        query_starts=np.arange(num_tokens + 1),
-        context_lens=inputs.positions[order] + 1,
-        num_decodes=num_tokens,
         pages=inputs.pages[:, order],
         offsets=inputs.offsets[order],
-        units=np.empty((0, num_tokens), np.int32),
-        token_slots=None if inputs.token_slots is None else inputs.token_slots[order],
-        sampling=sampling[in_order],
+        token_slots=slots[order],
         sampling_order=rank[inputs.sampling_order],
-        sampled_at=sampling[in_order],
+        sampled_at=sampled_at[in_order],
         guesses=inputs.guesses[in_order],
     )
 

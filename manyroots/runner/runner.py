@@ -31,7 +31,7 @@ from manyroots.runner import choices
 from manyroots.runner.answers import AnsweredWhenAsked, resolve
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.runner.drafts import CheckedDraft, DraftRows, checked_drafts, count_right
+from manyroots.runner.drafts import CheckedDraft, DraftCheck, DraftRows, checked_drafts
 from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.forward import Forward, PacketViews
 from manyroots.runner.graphs import GraphKey, Graphs
@@ -429,7 +429,9 @@ class ModelRunner:
         drafts = checked_drafts(plan, inputs)
         if drafts:
             self._drafts.save_states(drafts)
-            self._state.begin_drafts(self._draft_tables(inputs, drafts))
+            counted = [draft for draft in drafts if self._state.counts_tokens(draft.row)]
+            if counted:
+                self._state.begin_drafts(self._draft_tables(inputs, counted))
         return drafts
 
     def _draft_tables(
@@ -483,10 +485,10 @@ class ModelRunner:
     ) -> TakeResult:
         """Count a launched step's tokens; gives the function that waits for them. `scores`: those
         that the sampler did not compute."""
-        picks = np.arange(len(step.rows))
+        picks, check = np.arange(len(step.rows)), DraftCheck(step, drafts)
         if drafts:
             picks = np.delete(picks, [sample for draft in drafts for sample in draft.samples])
-            self._drafts.expect(step, drafts)
+            self._drafts.expect(check)
         self._pending.expect(step, picks)
         # The rows may have other owners by the time that the step is done.
         wanted = self._state.num_logprobs(step.rows)
@@ -500,7 +502,7 @@ class ModelRunner:
             # Taken when a result is made and not before: a step that fails loses none.
             ends = self._mover.finished()
             given = choices.logprobs(sampled, step.at, wanted, vocab) if scores is None else scores
-            right = count_right(drafts, sampled, step.at)
+            right = check.num_right
             newest = inputs.sampling_order
             if drafts:
                 after = np.arange(len(step.rows))

@@ -163,24 +163,25 @@ class SamplingState:
             "num_top": num_top,
         }
 
+    def counts_tokens(self, row: int) -> bool:
+        """Whether what a row has said changes its choices."""
+        return self.params[row].has_penalties
+
     def begin_drafts(self, drafts: Mapping[int, DraftTables]) -> None:
         """Write the counts of the positions after each guess, as if the guesses up to there had
-        been said. All rows at once: the device idles meanwhile."""
+        been said. For rows that count tokens, all at once: the device idles meanwhile."""
         counts = self.tables.counts
-        counted = [row for row in drafts if self.params[row].has_penalties]
-        if not counted:
-            return
-        there = [drafts[row][1].astype(np.int64) for row in counted]
+        there = [after.astype(np.int64) for _, after in drafts.values()]
         # A guess counts at its own position and at all after it.
         said = [
             (after[place:], token)
-            for row, after in zip(counted, there, strict=True)
-            for place, token in enumerate(drafts[row][0].tolist())
+            for (guessed, _), after in zip(drafts.values(), there, strict=True)
+            for place, token in enumerate(guessed.tolist())
         ]
         tokens = np.repeat([token for _, token in said], [len(after) for after, _ in said])
         arrays = {
             "to": np.concatenate(there),
-            "from": np.repeat(np.array(counted, np.int64), [len(after) for after in there]),
+            "from": np.repeat(np.array([*drafts], np.int64), [len(after) for after in there]),
             "said": np.concatenate([after for after, _ in said]) * counts.shape[1] + tokens,
         }
         sent = send(arrays, counts.device)
@@ -194,7 +195,7 @@ class SamplingState:
         places = [
             row * width + own.astype(np.int64)
             for row, own in tokens.items()
-            if len(own) and self.params[row].has_penalties
+            if len(own) and self.counts_tokens(row)
         ]
         if places:
             sent = send({"places": np.concatenate(places)}, self.tables.counts.device)

@@ -120,4 +120,4 @@ class DraftGains:
 
 def draft_length(gain: float, most: int) -> int:
     """How many tokens to guess if this many of a draft are right on average."""
-    return min(most, 1 + int(2 * gain + 0.5))
+    return min(most, 1 + int(3 * gain + 0.5))

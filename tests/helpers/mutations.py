@@ -1309,8 +1309,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runner/batch.py",
-        "place[order] = np.cumsum(is_sampled) - 1",
-        "place[:] = np.cumsum(is_sampled) - 1",
+        "place[order] = firsts",
+        "place[:] = firsts",
         "tokens come back in the order of the layout",
         (
             "unit/runner/test_step_arrays.py::"

@@ -115,6 +115,11 @@ class Record:
             return tuple(self.on_cpu(item) for item in value)
         return value
 
+    def forget(self) -> None:
+        """Begin again, as if nothing had been compared."""
+        self.calls.clear()
+        self.worst.clear()
+
     def check(self) -> str:
         """Raise AssertionError if a result was too far off; else say how many were compared."""
         wrong = {key: worst for key, worst in self.worst.items() if not worst <= 1.0}

@@ -2,7 +2,7 @@
 
 Bookkeeping (`FAULTS`): a few numbers that the runner gives to right kernels are wrong, and the
 scores of whole sequences show it: one row's, one page's, one product's, one column's. Kernels
-(`bent`): one of them computes something else, and the comparison of its calls shows it.
+(`BentKernels`): one of them computes something else, and the comparison of its calls shows it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from manyroots.runner.sampling_state import SamplingState
 from manyroots.store import adapter_region, adapter_tables
 from tests.gpu import checked
 from tests.gpu import requests as made
+from tests.gpu.engines import run
 from tests.gpu.models import VOCAB
 from tests.gpu.parity import Batches, Parity
 
@@ -222,14 +223,16 @@ FAULTS: dict[str, Fault] = {
 }
 SHOWN_BY = {"late position": ("grown",), "wrong draw": ("heated",)}
 """Beside whole distributions, which the others show in."""
+OF_PLAIN_STEPS = ("gated_norm.add_gated",)
+"""Kernels for steps without adapters."""
 
 
-def batches() -> Batches:
-    """Enough for every fault to matter."""
+def batches(count: int = 7) -> Batches:
+    """Enough for every fault to matter. References take longer for each request than a GPU."""
     return {
-        "heated": made.few(count=7, temperature=0.9),
-        "grown": made.grown(),
-        "scored": made.few(count=7, logprobs=VOCAB),
+        "heated": made.few(count=count, temperature=0.9),
+        "grown": made.grown(count),
+        "scored": made.few(count=count, logprobs=VOCAB),
     }
 
 
@@ -241,10 +244,10 @@ def patched_scores(parity: Parity) -> Iterator[None]:
         yield
 
 
-def verdict(parity: Parity, name: str) -> str | None:
+def verdict(parity: Parity, name: str, count: int = 7) -> str | None:
     """What the comparison says of an engine with this fault; None if it finds nothing. What nearly
     every fault shows in is computed first, and all of it where that says nothing."""
-    every = batches()
+    every = batches(count)
     for shown_by in (SHOWN_BY.get(name, ()), every):
         some = {each: every[each] for each in every if each in (*shown_by, "scored")}
         with FAULTS[name](), patched_scores(parity):
@@ -255,11 +258,61 @@ def verdict(parity: Parity, name: str) -> str | None:
     return None
 
 
-def bent(kernels: Kernels, op: str) -> Kernels:
-    """Kernels of which one computes with a wrong first input: half of its last row is off, and half
-    of some rows before it, since the last one may be padding."""
-    room, _, name = op.partition(".")
-    call = getattr(getattr(kernels, room), name)
+class BentKernels:
+    """Engines of which one kernel computes something else: the one that is named at the time."""
+
+    def __init__(self) -> None:
+        self._op: str | None = None
+
+    @contextmanager
+    def verdicts(
+        self, parity: Parity, longest: int | None = None
+    ) -> Iterator[Callable[[str | None], str | None]]:
+        """What the comparison says of an engine in which this kernel is bent; None if it finds
+        nothing. One engine is built for all of them. It reuses no prefix, because an earlier
+        kernel's fault is in its pages. Prompts are cut to the `longest`."""
+
+        def verdict(op: str | None) -> str | None:
+            # Without adapters where the kernel is for steps that have none.
+            owners = {"owners": (None,)} if op in OF_PLAIN_STEPS else {}
+            self._op = op
+            record.forget()
+            requests = made.few(**owners, count=3, max_tokens=2)
+            run(loop, [replace(each, prompt=each.prompt[:longest]) for each in requests])
+            try:
+                record.check()
+            except AssertionError as error:
+                return str(error)
+            return None
+
+        with (
+            patched(checked, "checked_kernels", lambda make: lambda k, r: make(self._all(k), r)),
+            parity.recorded(enable_prefix_caching=False, num_gpu_blocks_override=64) as (
+                record,
+                loop,
+            ),
+        ):
+            yield verdict
+
+    def _all(self, kernels: Kernels) -> Kernels:
+        rooms: dict[str, dict[str, Any]] = {}
+        for op in checked.RESULTS:
+            room, _, name = op.partition(".")
+            calls = rooms.setdefault(room, dict(vars(getattr(kernels, room))))
+            calls[name] = self._either(op, calls[name])
+        return replace(
+            kernels,
+            **{room: cast(ModuleType, SimpleNamespace(**calls)) for room, calls in rooms.items()},
+        )
+
+    def _either(self, op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        wrong = bent(call)
+        return lambda *args, **options: (wrong if self._op == op else call)(*args, **options)
+
+
+def bent(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that computes with a wrong first input: half of its last row is off, and half of
+    some rows before it, since the last one may be padding."""
 
     def wrong(first: NormedRows | RopeTable, *rest: Any, **options: Any) -> Any:
         if isinstance(first, Fp8Rows):
@@ -282,20 +335,7 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             first.copy_(changed)
         return given
 
-    module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
-    return replace(kernels, **{room: cast(ModuleType, module)})
-
-
-def kernel_verdict(parity: Parity, op: str, *, adapted: bool = True) -> str | None:
-    """What the comparison of single kernels says of an engine with a bent one; None if nothing.
-    Without adapters where the kernel is for steps that have none."""
-    with patched(checked, "checked_kernels", lambda make: lambda k, r: make(bent(k, op), r)):
-        try:
-            owners = {} if adapted else {"owners": (None,)}
-            parity.check_kernels({"adapted": made.few(**owners, count=3, max_tokens=2)})
-        except AssertionError as error:
-            return str(error)
-    return None
+    return wrong
 
 
 def check(folder: Path, kind: str, dtype: str) -> str:

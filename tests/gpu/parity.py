@@ -161,18 +161,24 @@ class Parity:
 
     def check_kernels(self, batches: Batches) -> str:
         """Every kernel of the engine's steps beside its reference."""
+        with self.recorded() as (record, loop):
+            for name in ("adapted", "odd", "many"):
+                run(loop, batches.get(name, []))
+        return record.check()
+
+    @contextmanager
+    def recorded(self, **more: object) -> Iterator[tuple[Record, EngineLoop]]:
+        """An engine that has loaded all adapters and compares every kernel from now on."""
         record = Record(getattr(torch, self.dtype))
         with all_checked(record):
-            loop = self.engines.loop(enforce_eager=True)
+            loop = self.engines.loop(enforce_eager=True, **more)
         try:
             for batch in made.loads():
                 run(loop, batch)
             record.is_on = True
-            for name in ("adapted", "odd", "many"):
-                run(loop, batches.get(name, []))
+            yield record, loop
         finally:
             loop.close()
-        return record.check()
 
 
 def _resume(

@@ -62,9 +62,9 @@ def many() -> list[Submit]:
     return made
 
 
-def grown() -> list[Submit]:
+def grown(count: int = 7) -> list[Submit]:
     """So much generated that whole pages hold nothing else."""
-    return few(count=7, max_tokens=40)
+    return few(count=count, max_tokens=40)
 
 
 def resumed(requests: list[Submit], tokens: dict[int, list[int]]) -> list[Submit]:

@@ -50,10 +50,10 @@ SAME_AS_CPU = 0.95
 """Of all requests in float32: once in very many tokens a rounding moves a draw over a boundary."""
 
 
-def batches() -> dict[str, list[Submit]]:
+def batches(count: int) -> dict[str, list[Submit]]:
     """A few requests that ask for the same, for each thing to ask for; then all at once."""
     alone = {
-        name: [_stopping(r) for r in made.few((None,), count=5, max_tokens=12, **asked)]
+        name: [_stopping(r) for r in made.few((None,), count=count, max_tokens=12, **asked)]
         for name, asked in ASKED.items()
     }
     mixed = []
@@ -67,25 +67,26 @@ def _stopping(request: Submit) -> Submit:
     return replace(request, stop_ids=STOPS) if request.sampling.min_tokens else request
 
 
-def check(folder: Path, kind: str, dtype: str, side: Side = Side.GPU) -> str:
-    """Raise AssertionError if something differs; else say what was compared."""
+def check(folder: Path, kind: str, dtype: str, side: Side = Side.GPU, count: int = 5) -> str:
+    """Raise AssertionError if something differs; else say what was compared. `count`: requests of
+    a batch; references take longer for each than a GPU."""
     make_model(folder, kind, is_decisive=dtype != "float32")
     engines = Engines(folder, dtype, side)
-    graphs, num_single = _outputs(engines)
+    graphs, num_single = _outputs(engines, count)
     assert side is not Side.GPU or num_single == 0, f"{num_single} decode steps were no graphs"
-    eager, _ = _outputs(engines, enforce_eager=True)
+    eager, _ = _outputs(engines, count, enforce_eager=True)
     for name, ours in graphs.items():
         assert _given(ours) == _given(eager[name]), f"{name}: graph and eager"
     # References need no comparison with themselves.
-    compared = _against_reference(engines) if side is Side.GPU else "references"
+    compared = _against_reference(engines, count) if side is Side.GPU else "references"
     tokens = sum(len(t) for ours in graphs.values() for t in tokens_of(ours).values())
     said = f"graph = eager ({tokens} tokens); {compared}"
     if dtype == "float32":
-        said += f"; {_against_cpu(engines, graphs)}"
+        said += f"; {_against_cpu(engines, count, graphs)}"
     return said
 
 
-def _outputs(engines: Engines, **more: object) -> tuple[dict[str, Outputs], int]:
+def _outputs(engines: Engines, count: int, **more: object) -> tuple[dict[str, Outputs], int]:
     """Of each batch; and how many steps that only decode were launched kernel by kernel."""
     singles = 0
     begin_any = ModelRunner._begin_any
@@ -98,7 +99,7 @@ def _outputs(engines: Engines, **more: object) -> tuple[dict[str, Outputs], int]
     with mock.patch.object(ModelRunner, "_begin_any", counting):
         loop = engines.loop(enable_prefix_caching=False, **more)
         try:
-            return {name: run(loop, batch) for name, batch in batches().items()}, singles
+            return {name: run(loop, batch) for name, batch in batches(count).items()}, singles
         finally:
             loop.close()
 
@@ -110,21 +111,21 @@ def _given(outputs: Outputs) -> dict[int, tuple[list[int], list[TokenLogprobs]]]
     }
 
 
-def _against_reference(engines: Engines) -> str:
+def _against_reference(engines: Engines, count: int) -> str:
     record = Record(getattr(torch, engines.dtype))
     with all_checked(record):
         loop = engines.loop(enforce_eager=True)
     try:
         record.is_on = True
         for name in ("mixed", "all"):
-            run(loop, batches()[name])
+            run(loop, batches(count)[name])
     finally:
         loop.close()
     return record.check()
 
 
-def _against_cpu(engines: Engines, computed: dict[str, Outputs]) -> str:
-    made_there, _ = _outputs(replace(engines, side=Side.CPU))
+def _against_cpu(engines: Engines, count: int, computed: dict[str, Outputs]) -> str:
+    made_there, _ = _outputs(replace(engines, side=Side.CPU), count)
     pairs = [
         (tokens, tokens_of(made_there[name])[number])
         for name, ours in computed.items()

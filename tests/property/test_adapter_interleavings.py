@@ -214,7 +214,7 @@ def interleave(seed: int, alone: Alone) -> Counter[str]:
     return traffic.seen
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_whatever_happens_beside_it_a_request_gives_what_it_gives_alone(
     seed: int, alone: Alone
 ) -> None:

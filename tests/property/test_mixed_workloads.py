@@ -7,7 +7,7 @@ import pytest
 
 from tests.soaks.mixed_workloads import run_seed
 
-SEEDS, NUM_EVENTS, NUM_ANSWERS = (3026, 3037), 15, 20
+SEEDS, NUM_EVENTS, NUM_ANSWERS = (3026, 3037), 10, 12
 """Without storage: its answers take their time."""
 
 

@@ -47,7 +47,7 @@ def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -
         assert report.counts[what] > at_least, f"{what}: {report}"
 
 
-@pytest.mark.parametrize("seed", range(0, 100, 10))
+@pytest.mark.parametrize("seed", range(0, 100, 25))
 def test_r01_a_seed_replays_exactly(seed: int) -> None:
     """R01: the same seed gives the same plans and the same times, to the last bit."""
     one, other = run_case(seed), run_case(seed)

@@ -25,7 +25,7 @@ from tests.helpers.seeded import Draw, seeds
 
 PAGE = 4
 LONGEST = 24 * PAGE
-NUM_SEEDS = 10
+NUM_SEEDS = 6
 MOST_STEPS = 6000
 
 

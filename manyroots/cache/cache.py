@@ -245,6 +245,11 @@ class PrefixCache:
         saves it."""
         lease.shared = num_pages
 
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether there is room for a new request of so many tokens, whatever it finds. Looks
+        nothing up; if not, there may still be room for one that finds much of its prefix."""
+        return self._growth.has_room_for(num_tokens)
+
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
     ) -> bool:

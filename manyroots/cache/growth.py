@@ -48,6 +48,15 @@ class Growth:
                 num_tokens = min(num_tokens, stop - num_computed)
         return num_tokens
 
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether a new lease fits, whatever it finds: each page found is one that it does not
+        need. It holds a state that it resumes from beside its own."""
+        num_pages, pools = self._pages_for(num_tokens), self._index.pools
+        return all(
+            pools[plane.index].num_available >= (2 if plane.family.is_state else num_pages)
+            for plane in self._layout.device
+        )
+
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
     ) -> bool:

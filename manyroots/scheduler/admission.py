@@ -270,6 +270,8 @@ class Admission:
             begun = (*self._rows.running, *self.slices.paused_requests())
             if any(self._is_less(other, self._importance(request)) for other in begun):
                 return True
+        if self._cache.has_room_for(self._num_wanted(request, len(self._rows.running))):
+            return True
         lease = self._look_up(request)
         has_room = self._could_go_on(request, lease)
         self._cache.release(lease, Ending.DROPPED)
@@ -450,15 +452,21 @@ class Admission:
         """While others run, start only a request that can finish its prompt and a page of output
         while each of them gets its next page. Starting more would end in retractions."""
         cache, rows = self._cache, self._rows
-        enough = min(request.num_tokens + cache.page_size, self._max_model_len)
         computed, most = lease.num_cached_tokens, self._placer.most_step_tokens
-        of_prompts = rows.num_pages_of_prompts() if rows.prompts else 0
         # Usually there is more room than needed, and nothing to count.
-        wanted = enough + (len(rows.running) + of_prompts) * cache.page_size
+        wanted = self._num_wanted(request, len(rows.running))
         if cache.can_reach(lease, computed, wanted, most):
             return True
-        wanted = enough + (rows.num_growing + of_prompts) * cache.page_size
+        wanted = self._num_wanted(request, rows.num_growing)
         return cache.can_reach(lease, computed, wanted, most)
+
+    def _num_wanted(self, request: Request, num_growing: int) -> int:
+        """The tokens that there must be room for to start a request beside so many rows that need
+        a page."""
+        rows, page_size = self._rows, self._cache.page_size
+        enough = min(request.num_tokens + page_size, self._max_model_len)
+        of_prompts = rows.num_pages_of_prompts() if rows.prompts else 0
+        return enough + (num_growing + of_prompts) * page_size
 
     def _start(self, request: Request, lease: Lease, builder: PlanBuilder) -> None:
         if request.hold is not None:

@@ -28,7 +28,7 @@ BOUNDARY = {
     "host_room", "keep", "left_storage_alone", "let_go", "may_overlap", "measured_prefill",
     "num_keeps", "num_resumable_tokens", "onboard", "page_size", "pass_time", "prefer_own",
     "prefetch", "release", "stats", "take_copies", "take_keeps", "take_events", "next_pages",
-    "common_run", "least_shared_pages", "save_at",
+    "common_run", "has_room_for", "least_shared_pages", "save_at",
     "draft", "most_drafts", "accept", "has_states",
     # Memory that the cache lends
     "loans", "least_units", "num_reserved", "is_short", "lend", "num_lent_units", "next_use",

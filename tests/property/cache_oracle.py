@@ -272,7 +272,12 @@ class Machine:
         tokens = prompt(bits, count)
         on_device, anywhere = self.naive(self.key(key), tokens)
         is_free = self.policies.load_costs is FREE_LOADS
+        num_wanted = len(tokens) + 1
+        has_room = self.cache.has_room_for(num_wanted)
         sequence = self.hand.claim(self.key(key), tokens)
+        lease = sequence.held
+        could_reach = self.cache.can_reach(lease, lease.num_cached_tokens, num_wanted, num_wanted)
+        assert could_reach or not has_room, "there is less room after the lookup than before it"
         found = (anywhere if is_free else on_device) * self.hand.page_size
         assert sequence.num_computed == found
         assert sequence.held.num_host_tokens == found - min(

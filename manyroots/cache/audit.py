@@ -13,7 +13,7 @@ from itertools import compress
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
 from manyroots.cache.planes import ABSENT, Plane
-from manyroots.cache.tree import TOKEN_BYTES, Node
+from manyroots.cache.tree import TOKEN_BYTES, Node, PathHold
 from manyroots.ids import HASH_BYTES, Tier
 
 
@@ -73,6 +73,7 @@ def audit(cache: PrefixCache) -> None:
     view = AuditView(cache)
     units_balance(view)
     holders_are_leases_transfers_and_keeps(view)
+    path_holds_are_true(view)
     free_units_are_nobodys(view)
     nodes_are_linked(view)
     namespaces_know_where_they_begin(view)
@@ -110,6 +111,8 @@ def holders_are_leases_transfers_and_keeps(view: AuditView) -> None:
     counted = [[0] * len(pool.holders) for pool in view.pools]
     for lease in cache.open_leases.values():
         _count_lease(cache, lease, counted)
+    for path in _path_holds(cache):
+        _count(counted[0], path.units.tolist())
     for move in cache.transfers.moves():
         _count(counted[move.source.index], move.source_units.tolist())
         _count(counted[move.source.index], move.path.tolist())
@@ -140,6 +143,10 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
             assert len(set(held)) == len(held), "a lease holds a unit twice"
             dead = table[: lease.first_live[plane.index]]
             assert dead.count(ABSENT) == len(dead), "a unit before the window is held"
+            if lease.path_hold is not None:
+                shared = lease.path_hold.units.tolist()
+                assert table[: len(shared)] == shared, "a lease shares a hold on another path"
+                held = table[len(shared) :]
             _count(counted[plane.index], held)
     for family, unit in (*lease.states.items(), *lease.resumed.items()):
         _count(counted[family], [unit])
@@ -149,6 +156,26 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
         _count(counted[plane_index], duplicates.tolist())
     for family, _, unit in lease.onboarding:
         _count(counted[cache.layout.host[family].index], [unit])
+
+
+def _path_holds(cache: PrefixCache) -> Counter[PathHold]:
+    leases = cache.open_leases.values()
+    return Counter(lease.path_hold for lease in leases if lease.path_hold is not None)
+
+
+def path_holds_are_true(view: AuditView) -> None:
+    """A hold that a lookup may share is on the path that the tree has now."""
+    counts = _path_holds(view.cache)
+    for path, count in counts.items():
+        assert path.num_leases == count, "leases of a path are counted wrongly"
+    for each in view.nodes:
+        node, held = each.node, each.node.path_hold
+        if held is not None:
+            assert counts[held], "a hold of no lease"
+            assert held.node is node, "a hold of another node"
+            assert node.first < held.depth <= node.end, "a hold does not end in its node"
+            units = view.cache.index.units_above(node, held.depth, 0)
+            assert set(units.tolist()) == set(held.units.tolist()), "a hold on another path"
 
 
 def free_units_are_nobodys(view: AuditView) -> None:

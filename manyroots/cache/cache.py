@@ -160,11 +160,7 @@ class PrefixCache:
         lease.num_prompt_tokens, lease.retention = num_prompt_tokens, retention
         if depth == 0:
             return lease
-        pool = self.index.pools[0]
-        num_found, was_fork = pool.total_found, cursor.is_fork
         depth = self._holder.hold(lease, nodes, depth, tokens)
-        if was_fork:
-            pool.total_found_forks += pool.total_found - num_found
         if depth:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size

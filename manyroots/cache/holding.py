@@ -85,10 +85,10 @@ class Holder:
                 table[:first] = ABSENT
             needed = units[first:]
             if num_pages == match.num_device_pages:
-                self._index.pools[plane.index].hold(needed)
+                self._index.pools[plane.index].hold(needed, nodes[-1].is_fork)
                 continue
             on_device = needed != ABSENT
-            self._index.pools[plane.index].hold(needed[on_device])
+            self._index.pools[plane.index].hold(needed[on_device], nodes[-1].is_fork)
             host = self._layout.host_of(plane)
             pages = first + (~on_device).nonzero()[0]
             host_units = path_units(nodes, depth, host)[pages]

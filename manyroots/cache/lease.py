@@ -8,10 +8,13 @@ import numpy as np
 
 from manyroots.cache.keys import ENDLESS, PrefixKey
 from manyroots.cache.matching import Limit
-from manyroots.cache.planes import NO_UNITS, Units
-from manyroots.cache.tree import ChildKey, Node
+from manyroots.cache.planes import ABSENT, NO_UNITS, Units
+from manyroots.cache.tree import ChildKey, Node, PathHold
 from manyroots.ids import StepId
 from manyroots.messages import Retention
+
+_SPARE = np.full(64, ABSENT, np.intp)
+"""Room for further pages, at the end of a table."""
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class Lease:
         "num_saved_pages",
         "num_sure_tokens",
         "onboarding",
+        "path_hold",
         "resumed",
         "retention",
         "serial",
@@ -89,6 +93,9 @@ class Lease:
         """Copies to the device in progress."""
         self.has_failed = False
         """A copy to the device failed: some of what was found is missing."""
+        self.path_hold: PathHold | None = None
+        """Its hold on the pages that it found, if it shares one with other leases; its table starts
+        with these pages."""
         self.num_cached_tokens = 0
         """Tokens that were found when the lease was made, and are not computed."""
         self.limit: Limit
@@ -123,16 +130,17 @@ class Lease:
         if self.limit is Limit.COLD:
             self.limit = Limit.STORAGE
 
-    def grow(self, family: int, units: Units) -> None:
-        """Extend a table. Views that others have of it stay valid."""
+    def grow(self, family: int, units: Units) -> Units:
+        """Extend a table; returns its new part. Views that others have of it stay valid."""
         table, room = self.tables[family], self._rooms[family]
         first = len(table)
         end = first + len(units)
         if end > len(room):
-            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.intp)
-            room[:first] = table
-        room[first:end] = units
+            room = self._rooms[family] = np.concatenate((table, units, _SPARE))
+        else:
+            room[first:end] = units
         self.tables[family] = room[:end]
+        return room[first:end]
 
     def shrink(self, family: int, num_pages: int) -> Units:
         """Cut a table to this many pages; returns the units after them."""

@@ -52,18 +52,25 @@ class UnitPool:
 
     def take(self, count: int) -> Units:
         """Hold `count` free units; the caller has checked that there are as many."""
+        return self.take_view(count).copy()
+
+    def take_view(self, count: int) -> Units:
+        """Like `take`, but the result is valid only until units become free again."""
         top = self.num_units - self.num_free
         self.num_free -= count
-        taken = self._stack[top : top + count].copy()
+        taken = self._stack[top : top + count]
         self.holders[taken] = _ONE
         return taken
 
-    def hold(self, units: Units) -> None:
-        """Add one holder to each; they are held or indexed already. No unit occurs twice."""
+    def hold(self, units: Units, is_fork: bool = False) -> None:
+        """Add one holder to each; they are held or indexed already. No unit occurs twice.
+        `is_fork`: they are of a shared prefix."""
         held = self.holders[units]
         num_found = len(held) - int(np.count_nonzero(held))
         self.num_cached -= num_found
         self.total_found += num_found
+        if is_fork:
+            self.total_found_forks += num_found
         held += _ONE
         self.holders[units] = held
 

@@ -6,6 +6,7 @@ path. If another request's copy of a page is already there, it stays, and the le
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -36,7 +37,7 @@ class Publisher:
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
         # Published together or not at all; other families publish at the commit.
         self._announces = reuse and len(self._prompt) == len(self._paged)
-        self._pending: dict[StepId, list[tuple[int, list[Node]]]] = {}
+        self._pending: defaultdict[StepId, list[tuple[int, list[Node]]]] = defaultdict(list)
         """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit): node and depth of what a running step fills in older nodes."""
@@ -97,27 +98,17 @@ class Publisher:
         Publish the pages that are full then, for families that share within a step."""
         if not self._announces:
             return
-        self._announce_pages(lease, tokens, num_tokens, step_id)
-        if lease.checkpoints:
-            self._saved += [(lease, each) for each in lease.checkpoints if each.step_id == step_id]
-
-    def _announce_pages(
-        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId
-    ) -> None:
         if lease.num_sure_tokens is not None:
             num_tokens = min(num_tokens, lease.num_sure_tokens)  # guesses must not be findable
         if num_tokens > len(tokens):
             num_tokens = len(tokens)
         num_pages = num_tokens // self._page_size
-        if num_pages <= lease.num_published_pages:
-            return
-        nodes = self.publish(lease, tokens, num_pages, step_id, False)
-        if not nodes:
-            return
-        pending = self._pending.get(step_id)
-        if pending is None:
-            pending = self._pending[step_id] = []
-        pending.append((lease.serial, nodes))
+        if num_pages > lease.num_published_pages:
+            nodes = self.publish(lease, tokens, num_pages, step_id, False)
+            if nodes:
+                self._pending[step_id].append((lease.serial, nodes))
+        if lease.checkpoints:
+            self._saved += [(lease, each) for each in lease.checkpoints if each.step_id == step_id]
 
     def announce_checkpoints(self) -> None:
         """A step is planned: the next one may restore the prompt states that it saves. The step

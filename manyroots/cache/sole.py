@@ -19,7 +19,7 @@ from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.cache.planes import NO_UNITS
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.states import States
-from manyroots.cache.tree import Node, Walk
+from manyroots.cache.tree import Node, PathHold, Walk
 from manyroots.ids import StepId
 from manyroots.step import Int32s
 
@@ -36,9 +36,18 @@ class SoleHolder(Holder):
         return Match(Walk(nodes, depth), depth, depth, limit)
 
     def hold(self, lease: Lease, nodes: list[Node], depth: int, tokens: Int32s) -> int:
-        # No copy: a unit in the tree is not written again.
-        units = lease.tables[0] = path_units(nodes, depth, self._plane)
-        self._pool.hold(units)
+        node = nodes[-1]
+        held = node.path_hold
+        if held is None or held.depth != depth:
+            # No copy: a unit in the tree is not written again.
+            units = path_units(nodes, depth, self._plane)
+            self._pool.hold(units, node.is_fork)
+            held = PathHold(node, units)
+            if node.path_hold is None:
+                node.path_hold = held
+        held.num_leases += 1
+        lease.path_hold = held
+        lease.tables[0] = held.units
         return depth
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
@@ -46,7 +55,17 @@ class SoleHolder(Holder):
         return num_pages * self._page_size
 
     def give_back(self, lease: Lease) -> None:
-        self._pool.drop(lease.tables[0])
+        held, table = lease.path_hold, lease.tables[0]
+        if held is None:
+            self._pool.drop(table)
+            return
+        if len(table) > held.depth:
+            self._pool.drop(table[held.depth :])
+        held.num_leases -= 1
+        if held.num_leases == 0:
+            self._pool.drop(held.units)
+            if held.node.path_hold is held:
+                held.node.path_hold = None
 
 
 class SoleGrowth(Growth):
@@ -77,8 +96,7 @@ class SoleGrowth(Growth):
         if need > 0:
             if need > self._pool.num_free + self._pool.num_cached:
                 return Refusal.NO_ROOM
-            units = self._allocator.allocate(0, need)
-            lease.grow(0, units)
+            units = lease.grow(0, self._allocator.allocate_view(0, need))
         lease.num_covered_tokens = num_pages * self._page_size
         return ((first, units),)
 

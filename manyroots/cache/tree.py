@@ -47,6 +47,20 @@ class PrefixMark:
         self.is_over = False
 
 
+class PathHold:
+    """One hold on all units of a path, for every lease that found exactly this path: another lease
+    costs a count instead of a pass over the units (`sole.py`)."""
+
+    __slots__ = ("depth", "node", "num_leases", "units")
+
+    def __init__(self, node: Node, units: Units) -> None:
+        self.node = node
+        """The node that the path ends in."""
+        self.units = units
+        self.depth = len(units)
+        self.num_leases = 0
+
+
 class Node:
     """A run of pages, of one owner, that every path through it shares."""
 
@@ -69,6 +83,7 @@ class Node:
         "num_pages",
         "owner",
         "parent",
+        "path_hold",
         "prompt_end",
         "queued",
         "serial",
@@ -130,6 +145,8 @@ class Node:
         """The boundary in this node at which the newest prompt ended; 0 if none did."""
         self.mark: PrefixMark | None = None
         """The newest mark, which may have ended."""
+        self.path_hold: PathHold | None = None
+        """A hold on a path that ends in this node, which the next lease shares."""
         self.queued = 0
         """Bit set of the eviction queues that have this node, by plane: first the main queues, then
         those of spare units."""
@@ -313,6 +330,9 @@ class PrefixTree:
             node.mark.nodes.append(upper)
         if node.prompt_end <= depth:
             upper.prompt_end, node.prompt_end = node.prompt_end, 0
+        held = node.path_hold
+        if held is not None and held.depth <= depth:
+            upper.path_hold, node.path_hold, held.node = held, None, upper
         parent.children[(node.owner, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.owner.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:
@@ -400,6 +420,8 @@ class PrefixTree:
         node.end = node.first + count
         if node.prompt_end > node.end:
             node.prompt_end = 0
+        if node.path_hold is not None and node.path_hold.depth > node.end:
+            node.path_hold = None  # other units may follow
         for plane, lost in enumerate(rest.counts):
             node.counts[plane] -= lost
             if lost and node.counts[plane] == 0 and node.parent is not None:

@@ -206,3 +206,41 @@ def test_p08_publishing_within_a_step_is_the_familys_own_decision() -> None:
     cache.commit(lease, prompt, 2, StepId(1))
     assert found(cache, prompt) == 2
     audit(cache)
+
+
+def test_leases_that_find_one_path_share_a_hold_on_it() -> None:
+    """Also if a third request makes it two nodes; the last lease frees the path, not the first."""
+    cache = make(num_pages=16)
+    prompt = tokens(1, 2, 3, 4, 5, 6, 7)
+    owner = lease_of(cache, prompt)
+    cache.announce(owner, prompt, 6, StepId(1))
+    cache.commit_step(StepId(1))
+    cache.release(owner, Ending.FINISHED)
+    first, second = lease_of(cache, prompt), lease_of(cache, prompt)
+    assert first.path_hold is second.path_hold is not None
+    assert first.path_hold.num_leases == 2
+    audit(cache)
+    other = tokens(1, 2, 9, 9, 9)
+    lease = lease_of(cache, other)
+    assert lease.path_hold is not first.path_hold, "it found less"
+    cache.announce(lease, other, 4, StepId(2))
+    cache.commit_step(StepId(2))
+    audit(cache)
+    third = lease_of(cache, prompt)
+    assert third.path_hold is first.path_hold
+    for each, num_left in ((first, 2), (third, 1), (second, 0)):
+        cache.release(each, Ending.FINISHED)
+        assert first.path_hold.num_leases == num_left
+        assert bool(cache.is_held(0, int(first.path_hold.units[2]))) == (num_left > 0)
+        audit(cache)
+    cache.release(lease, Ending.FINISHED)
+    audit(cache)
+    assert cache.stats().planes[0].num_held == 0
+
+
+def test_a_question_for_room_is_no_use_of_the_prefix() -> None:
+    cache = make(num_pages=4)
+    uses = cache.num_uses
+    assert cache.has_room_for(8)
+    assert not cache.has_room_for(9)
+    assert cache.num_uses == uses

@@ -6,7 +6,7 @@ import numpy as np
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
-from manyroots.cache.tree import PrefixTree
+from manyroots.cache.tree import PathHold, PrefixTree
 from manyroots.ids import AdapterDigest, Namespace, StepId
 from tests.helpers.seeded import Draw, for_seeds
 
@@ -89,3 +89,23 @@ def test_n03_a_namespace_costs_no_page_and_no_depth() -> None:
         insert(tree, key, [1, 2, 3, 4], 0, lengthen=False)
         assert match(tree, key, [1, 2, 3, 4]) == [0, 1]
         assert sum(node.num_pages for node in tree.nodes()) == 2
+
+
+def test_a_hold_stays_with_the_path_that_it_is_on() -> None:
+    """A split leaves it in the part in which its path ends; a cut before its end takes it away,
+    since other units may follow there."""
+    tree = PrefixTree(PAGE, 1)
+    insert(tree, BASE, [1, 1, 2, 2, 3, 3, 4, 4], 0, lengthen=False)
+    (node,) = tree.root.children.values()
+    node.path_hold = whole = PathHold(node, node.units[0])
+    middle = tree.split(node, 3)
+    assert node.path_hold is whole
+    middle.path_hold = PathHold(middle, middle.units[0][:2])
+    upper = tree.split(middle, 2)
+    assert middle.path_hold is None
+    assert upper.path_hold is not None
+    assert upper.path_hold.node is upper
+    tree.cut(upper, 2)
+    assert upper.path_hold is not None
+    tree.cut(upper, 1)
+    assert upper.path_hold is None

@@ -70,7 +70,8 @@ class Admission:
 
     def most_important(self, importance: Importance) -> int:
         """The importance of the most important request that is queued or loaded."""
-        first = [lane.head for lane in self.waiting.first_lanes(1)]
+        head = self.waiting.head
+        first = () if head is None else (head,)
         return min(map(importance, (*first, *self._loaded)), default=LEAST_IMPORTANT)
 
     def _is_less(self, request: Request, least: int) -> bool:
@@ -244,11 +245,13 @@ class Admission:
 
     def choose_adapters(self, step_id: StepId, pause: Pause) -> None:
         """Choose the adapters that run in this step; pauses requests of others for them."""
-        for request in self.bursts.take_ready():
-            self.waiting.push(request)
+        if self.bursts.is_on:
+            for request in self.bursts.take_ready():
+                self.waiting.push(request)
         self._is_line_held = False
-        for lane in self.waiting.first_lanes(1):
-            self._is_line_held = has_aged(lane.head, step_id) and not self._has_room(lane.head)
+        head = self.waiting.head
+        if head is not None and has_aged(head, step_id):
+            self._is_line_held = not self._has_room(head)
         self.slices.begin_step(step_id, self._ready, self._has_room, pause)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
@@ -335,16 +338,15 @@ class Admission:
                 break
             request = waiting.pop(lane)
             lease = self._find(request)
-            num_tokens_left -= request.num_tokens - lease.num_cached_tokens
+            num_tokens_left -= request.num_known_tokens - lease.num_cached_tokens
             claimed.append(request)
         return claimed
 
     def _look_up(self, request: Request) -> Lease:
         may_reuse = not request.wants_prompt_logprobs
         retention = request.submit.retention
-        return self._cache.claim(
-            request.key, request.tokens, request.num_tokens, may_reuse, retention
-        )
+        tokens, num_tokens = request.known_tokens, request.num_known_tokens
+        return self._cache.claim(request.key, tokens, num_tokens, may_reuse, retention)
 
     def _find(self, request: Request) -> Lease:
         lease = self._look_up(request)
@@ -358,7 +360,7 @@ class Admission:
     def _num_known(self, request: Request, lease: Lease) -> int:
         """The tokens that a tenant is charged when its request starts: known tokens that must be
         computed, except the last. The last is charged with the token that it samples."""
-        return request.num_tokens - lease.num_cached_tokens - 1
+        return request.num_known_tokens - lease.num_cached_tokens - 1
 
     def _drop_claim(self, request: Request) -> None:
         lease = request.lease
@@ -434,7 +436,8 @@ class Admission:
     def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
         """Start a request whose units are ready; False if there is no room for what follows."""
         computed = lease.num_cached_tokens
-        if self._are_others and not self._could_go_on(request, lease):
+        are_others = self._rows.running or self.slices.num_paused_requests
+        if are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, builder)
         extension = self._cache.extend(lease, computed, computed + num_tokens, builder.step_id)
@@ -464,7 +467,7 @@ class Admission:
         """The tokens that there must be room for to start a request beside so many rows that need
         a page."""
         rows, page_size = self._rows, self._cache.page_size
-        enough = min(request.num_tokens + page_size, self._max_model_len)
+        enough = min(request.num_known_tokens + page_size, self._max_model_len)
         of_prompts = rows.num_pages_of_prompts() if rows.prompts else 0
         return enough + (num_growing + of_prompts) * page_size
 
@@ -486,7 +489,7 @@ class Admission:
                 lease.num_host_tokens - num_stored, num_stored, lease.limit.label
             )
         if not request.wants_prompt_logprobs:
-            self._cache.begin(lease, request.num_tokens, is_first)
+            self._cache.begin(lease, request.num_known_tokens, is_first)
         num_computed = lease.num_cached_tokens
         builder.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
 

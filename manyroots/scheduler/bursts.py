@@ -30,14 +30,11 @@ class Bursts:
         self._importance = importance
         self._page_size = cache.page_size
         self._least = cache.least_shared_pages
+        self.is_on = self._least > 0
         self._leaders: dict[Request, tuple[Lease, int]] = {}
         """Leaders, each with its lease and the number of pages after which the others diverge."""
         self.followers: dict[Request, Request] = {}
         """Followers, each with the request that it waits for."""
-
-    @property
-    def is_on(self) -> bool:
-        return self._least > 0
 
     def lead(self, request: Request, lease: Lease, others: Iterable[Request]) -> None:
         """A request is about to start: let it stop where its state serves most of `others`, which

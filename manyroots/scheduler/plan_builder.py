@@ -40,7 +40,7 @@ class Launched:
 
     step_id: StepId
     rows: Int64s
-    num_tokens: Int64s
+    num_tokens: Int64s | Int32s
     samples: Bools
     tenancies: Int64s
     """The tenancy of each row that the step was planned for."""
@@ -143,7 +143,7 @@ class PlanBuilder:
             Arrival(  # by position: keyword arguments would take twice as long
                 row,
                 submit.request_id,
-                request.tokens,
+                request.known_tokens,
                 request.num_prompt_tokens,
                 num_computed,
                 tuple(map(_TO_INT32, lease.tables)),
@@ -176,14 +176,13 @@ class PlanBuilder:
     ) -> tuple[Plan, Launched]:
         """The plan, and the record of it until its result arrives."""
         rows, count = self._decoding, len(self._decoding)
-        rows_int32 = self._rows.to_int32(rows)
-        num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
-        num_tokens_int32 = self._rows.ones_int32[:count]
+        samples, num_tokens_int32 = self._rows.trues[:count], self._rows.ones_int32[:count]
+        num_tokens: Int64s | Int32s = self._rows.ones[:count]
         if self._placed:
             placed, counts, ends = zip(*self._placed, strict=True)
             rows, samples = _joined(rows, placed), _joined(samples, ends)
-            num_tokens = _joined(num_tokens, counts)
-            rows_int32, num_tokens_int32 = rows.astype(np.int32), num_tokens.astype(np.int32)
+            num_tokens = num_tokens_int32 = _joined(num_tokens_int32, counts)
+        rows_int32 = self._rows.to_int32(rows)
         plan = Plan(  # by position: keyword arguments would take twice as long
             self.step_id,
             tuple(self._arrivals),
@@ -218,6 +217,7 @@ class Placer:
         if self._most_tokens is not None:
             self.most_step_tokens = min(self.most_step_tokens, self._most_tokens)
         self._cache = cache
+        self._clips = cache.has_states
 
     def chunk(self, request: Request, lease: Lease, computed: int, builder: PlanBuilder) -> int:
         """How many tokens a request may compute in this step, after those computed."""
@@ -228,7 +228,7 @@ class Placer:
             num_tokens = builder.num_tokens_left
         if self._most_tokens is not None:
             num_tokens = min(num_tokens, self._most_tokens)
-        return self._cache.clip(lease, computed, num_tokens)
+        return self._cache.clip(lease, computed, num_tokens) if self._clips else num_tokens
 
     def place(
         self, request: Request, lease: Lease, computed: int, num: int, builder: PlanBuilder

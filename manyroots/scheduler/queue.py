@@ -37,6 +37,12 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def head(self) -> Request | None:
+        """The request with the lowest key, whether it can start or not."""
+        lane = self._order.first()
+        return None if lane is None else lane.head
+
     def first_lanes(self, count: int) -> list[Lane]:
         """The lanes with the lowest keys, whether their requests can start or not."""
         return self._order.first_few(count)

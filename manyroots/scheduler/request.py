@@ -61,9 +61,7 @@ class Request:
 
     __slots__ = (
         "_buffer",
-        "_num_tokens",
         "_rows",
-        "_tokens",
         "adapter_from",
         "cache_use",
         "draft_progress",
@@ -72,6 +70,7 @@ class Request:
         "hold",
         "is_broken",
         "key",
+        "known_tokens",
         "lease",
         "max_num_tokens",
         "num_accepted_tokens",
@@ -80,6 +79,7 @@ class Request:
         "num_draft_tokens",
         "num_fetched_tokens",
         "num_in_flight_tokens",
+        "num_known_tokens",
         "num_prompt_tokens",
         "predicted",
         "prompt_logprobs",
@@ -122,7 +122,7 @@ class Request:
         self.stop_ids = frozenset(submit.stop_ids)
         self.state = State.WAITING
         self.num_prompt_tokens = len(submit.prompt)
-        self._num_tokens = self.num_prompt_tokens
+        self.num_known_tokens = self.num_prompt_tokens
         max_tokens = submit.max_tokens
         if max_tokens is None:
             max_tokens = submit.sampling.max_tokens
@@ -132,10 +132,12 @@ class Request:
         """The most tokens of prompt and output."""
         # Never written to: it may be the caller's. The first sampled token moves it to a longer
         # buffer.
-        self._tokens: Int32s = np.asarray(submit.prompt, np.int32)
+        self.known_tokens: Int32s = np.asarray(submit.prompt, np.int32)
+        """Like `tokens`, without those that rows still have: all tokens of a request without a row,
+        and at a lower cost."""
         self._rows: HasRecent | None = None
         """The rows that have sampled tokens which this request has not received yet."""
-        self._buffer = self._tokens
+        self._buffer = self.known_tokens
         """The array whose start the tokens are."""
         self.num_in_flight_tokens = 0
         """For a request that lost its row: tokens that launched steps still compute for it."""
@@ -175,14 +177,14 @@ class Request:
         others may keep a reference."""
         if self._rows is not None:
             self._rows.hand_over(self)
-        return self._tokens
+        return self.known_tokens
 
     @property
     def num_tokens(self) -> int:
         """The number of these tokens."""
         if self._rows is not None:
             self._rows.hand_over(self)
-        return self._num_tokens
+        return self.num_known_tokens
 
     def sampled_by(self, rows: HasRecent | None) -> None:
         """Set the rows from which tokens must be fetched: a step gives tokens to all of its rows
@@ -191,15 +193,15 @@ class Request:
 
     def extend(self, tokens: Int32s) -> None:
         """Tokens were sampled."""
-        count = self._num_tokens
+        count = self.num_known_tokens
         end = count + len(tokens)
         if end > len(self._buffer):
             grown = np.empty(max(end, count + count // 4 + 64), np.int32)
-            grown[:count] = self._tokens
+            grown[:count] = self.known_tokens
             self._buffer = grown
         self._buffer[count:end] = tokens
-        self._tokens = self._buffer[:end]
-        self._num_tokens = end
+        self.known_tokens = self._buffer[:end]
+        self.num_known_tokens = end
         self.wants_prompt_logprobs = False
 
 

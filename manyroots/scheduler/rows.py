@@ -246,15 +246,20 @@ class Rows:
         publish_at = 0
         if not lease.checkpoints:
             # Committed but unpublished pages need no wait.
+            num_pages = lease.num_published_pages
             num_committed = self.committed.item(row) // self._page_size
-            num_pages = max(lease.num_published_pages, num_committed)
+            if num_committed > num_pages:
+                num_pages = num_committed
             publish_at = (num_pages + 1) * self._page_size
         self.publish_at[row] = publish_at
-        self.notice_at[row] = min(publish_at, last) if decodes else 0
+        if decodes:
+            self.notice_at[row] = publish_at if publish_at < last else last
+        else:
+            self.notice_at[row] = 0
 
     # Results
 
-    def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request] | None:
+    def commit(self, rows: Int64s, num_tokens: Int64s | Int32s) -> list[Request] | None:
         """A step has computed this many tokens of each row; returns the requests that have
         something to publish now. None: no row has, and none has its last token."""
         where = self._where(rows)

@@ -442,8 +442,9 @@ class AdapterSlices:
         adapters = [adapter for adapter in self.open_lanes() if adapter is not None]
         firsts = [key[2] for key in sorted(waiting.keys_of(adapters))]
         firsts += [request for request in loaded if self.is_open(request.group[0])]
-        if self.importance is not None and len(waiting):
-            most = self.importance(waiting.first_lanes(1)[0].head)
+        head = waiting.head
+        if self.importance is not None and head is not None:
+            most = self.importance(head)
             firsts = [request for request in firsts if self.importance(request) <= most]
         for request in firsts:
             entry = self.entry_of(request)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import queue
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import API_KEY, SETTINGS, Server, running
-from tests.helpers.debian import command_of
+from tests.helpers.chromium import Browser, chromium, find_chromium
 from tests.helpers.patience import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -90,39 +88,35 @@ def site() -> Iterator[Site]:
     site.close()
 
 
-def shown(site: Site, server: Server, folder: Path) -> dict[str, Any]:
-    """What the page reports when a browser shows it."""
-    browser = command_of("chromium", "chromium", "chromium-browser", "google-chrome")
-    if browser is None:
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if find_chromium() is None:
         pytest.skip("there is no Chromium and none can be installed: pages were NOT tried")
-    process = subprocess.Popen(
-        [
-            browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run",
-            "--disable-dev-shm-usage", f"--user-data-dir={folder}",
-            f"{site.origin}/?server={server.url}&key={API_KEY}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with chromium() as browser:
+        yield browser
+
+
+def shown(site: Site, server: Server, browser: Browser) -> dict[str, Any]:
+    """What the page reports when a browser shows it."""
+    tab = browser.open(f"{site.origin}/?server={server.url}&key={API_KEY}")
     try:
         return site.reports.get(timeout=PATIENCE_S)
     finally:
-        process.terminate()
-        process.wait(PATIENCE_S)
+        tab.close()
 
 
-def test_a_page_of_an_allowed_origin_streams_a_chat_g10(site: Site, tmp_path: Path) -> None:
+def test_a_page_of_an_allowed_origin_streams_a_chat_g10(site: Site, browser: Browser) -> None:
     """G10"""
     with running(*SETTINGS, "--allowed-origins", site.origin) as server:
         server.wait_until_ready()
-        report = shown(site, server, tmp_path)
+        report = shown(site, server, browser)
     assert report.get("status") == 200, report
     assert "Paris" in report["text"]
     assert report["pieces"] > 1
 
 
 def test_a_page_of_another_origin_is_refused_g10(
-    site: Site, server: Server, tmp_path: Path
+    site: Site, server: Server, browser: Browser
 ) -> None:
     """G10: without --allowed-origins the browser lets no page read an answer."""
-    assert "Failed to fetch" in shown(site, server, tmp_path)["error"]
+    assert "Failed to fetch" in shown(site, server, browser)["error"]

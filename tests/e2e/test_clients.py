@@ -14,9 +14,9 @@ from tests.e2e.conftest import API_KEY, Server
 
 OPENAI = (
     "chat_stream_helper", "history_as_it_is_dumped", "tools_streamed", "responses_streamed",
-    "responses_parsed", "responses_tools", "embeddings",
+    "responses_parsed", "embeddings",
 )  # fmt: skip
-ANTHROPIC = ("message", "streamed", "tools", "tools_streamed", "counted")
+ANTHROPIC = ("message", "streamed", "tools_streamed", "counted")
 
 
 @pytest.mark.parametrize(("name", "checks"), [("openai", OPENAI), ("anthropic", ANTHROPIC)])

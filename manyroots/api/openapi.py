@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, get_type_hints
 
 import msgspec
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
@@ -117,17 +119,22 @@ def _name(path: str, method: str) -> str:
 def openapi_endpoints(endpoints: Iterable[Endpoint], *, root_path: str) -> list[Endpoint]:
     """The routes that show the document, which has them, too."""
 
+    @cache
+    def text() -> bytes:
+        """Made when a client first asks: most servers never need it, and it would delay a start."""
+        return msgspec.json.encode(document([*known, *own], root_path=root_path))
+
     async def show(request: Request) -> Response:
-        return Response(text, media_type=JSON)
+        return Response(await run_in_threadpool(text), media_type=JSON)
 
     async def docs(request: Request) -> Response:
         return HTMLResponse(page)
 
+    known = list(endpoints)
     own = [
         Endpoint("/openapi.json", show, "This document."),
         Endpoint("/docs", docs, "This document as a page.", media=(HTML,)),
     ]
-    text = msgspec.json.encode(document([*endpoints, *own], root_path=root_path))
     page = _PAGE.replace("ROOT", root_path)
     return own
 

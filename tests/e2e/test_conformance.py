@@ -81,11 +81,11 @@ class LeakyServer:
         )  # fmt: skip
         return run_kit(settings)
 
-    def run_times(self) -> dict[str, Any]:
+    def run_times(self, timed_tokens: int) -> dict[str, Any]:
         """Of few pairs, since each takes a minute of a busy machine."""
         settings = ConformanceSettings(
             url=self.url, api_keys=(API_KEY,), adapters={"all": {}}, prompt_tokens=96,
-            timed_tokens=1000, only=frozenset({"times"}),
+            timed_tokens=timed_tokens, only=frozenset({"times"}),
         )  # fmt: skip
         return run_kit(settings)
 
@@ -120,9 +120,30 @@ def test_n01_n11_n20_n21_the_kit_finds_nothing_in_the_real_server(server: LeakyS
 @pytest.mark.slow
 def test_n21_the_real_servers_times_tell_nothing(server: LeakyServer) -> None:
     """N21: on a machine that is too busy the kit says so, and accuses nothing."""
-    rows = server.run_times()["rows"]
+    rows = server.run_times(500)["rows"]
     assert [row["pair"] for row in rows] == ["all -> base", "salt one -> salt two"]
     assert "LEAK" not in {row["verdict"] for row in rows}
+
+
+def test_n21_the_command_prints_rows_and_writes_json(
+    server: LeakyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """N21: exit code 0 where all is kept apart, 1 for a leak, 2 where nothing can be judged."""
+    words = ["conformance", server.url, "--api-key", API_KEY, "--prompt-tokens", "96"]
+    keys = ["--only", "keys", "--api-key", OTHER_KEY]
+    file = tmp_path / "report.json"
+    assert main([*words, *keys, "--json", str(file)]) == 0
+    assert "kept apart  keys " in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert report["exit_code"] == 0
+    assert {row["verdict"] for row in report["rows"]} == {"kept apart"}
+    with server.leaks.planted("api_key"):
+        assert main([*words, *keys]) == 1
+    assert "2 LEAK" in capsys.readouterr().out
+    assert main([*words, "--only", "keys", "reloads"]) == 2
+    assert "2 not judged" in capsys.readouterr().out
+    assert main([*words[:2], "--only", "keys"]) == 2
+    assert "answered 401" in capsys.readouterr().err
 
 
 SALTS = {"salt one -> salt two", "all -> salt one", "salt one -> all"}
@@ -148,50 +169,27 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "reason": (("salts",), {"salts": SALTS | LOOK_ALIKES}),
     "deep": (("deep",), {"deep in a prompt": ONE_OF_EACH}),
     "batch": (
-        ("together", "adapters", "salts"),
+        ("together", "adapters"),
         {"at the same time": {"all -> other", "all -> base"}},
     ),
     "drafts": (("drafts",), {"drafts": ONE_OF_EACH}),
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""
-BREAKS_BOOKS = {"deep"}
-"""Leaks after which two prefixes own one page: answers stay wrong until the server restarts."""
+BREAKS_BOOKS = "deep"
+"""A leak after which two prefixes own one page: answers stay wrong, so it comes last."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("leak", sorted(LEAKS, key=BREAKS_BOOKS.__eq__))
 def test_n01_n04_n11_n20_n21_the_kit_finds_each_planted_leak(
     server: LeakyServer, leak: str
 ) -> None:
     """N01, N04, N11, N20, N21, K01, S07, W06"""
     checks, expected = ROWS[leak]
     with server.leaks.planted(leak):
-        report = server.run_times() if leak == "times" else server.run(*checks)
-    if leak in BREAKS_BOOKS:
-        server.restart()
+        report = server.run_times(600) if leak == "times" else server.run(*checks)
     shown = [row for row in report["rows"] if row["verdict"] == "LEAK"]
     rows = {(check, pair) for check, pairs in expected.items() for pair in pairs}
     assert leaking(report) == rows, shown
     assert report["exit_code"] == 1
-
-
-def test_n21_the_command_prints_rows_and_writes_json(
-    server: LeakyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """N21: exit code 0 where all is kept apart, 1 for a leak, 2 where nothing can be judged."""
-    words = ["conformance", server.url, "--api-key", API_KEY, "--prompt-tokens", "96"]
-    keys = ["--only", "keys", "--api-key", OTHER_KEY]
-    file = tmp_path / "report.json"
-    assert main([*words, *keys, "--json", str(file)]) == 0
-    assert "kept apart  keys " in capsys.readouterr().out
-    report = json.loads(file.read_text())
-    assert report["exit_code"] == 0
-    assert {row["verdict"] for row in report["rows"]} == {"kept apart"}
-    with server.leaks.planted("api_key"):
-        assert main([*words, *keys]) == 1
-    assert "2 LEAK" in capsys.readouterr().out
-    assert main([*words, "--only", "keys", "reloads"]) == 2
-    assert "2 not judged" in capsys.readouterr().out
-    assert main([*words[:2], "--only", "keys"]) == 2
-    assert "answered 401" in capsys.readouterr().err

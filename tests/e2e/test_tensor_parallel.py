@@ -64,20 +64,32 @@ def submit(request_id: int, sampling: SamplingParams, adapter: str | None = None
 
 
 def tokens(settings: EngineSettings, *names: str | None) -> dict[int, list[int]]:
-    """What an engine gives each of `names` with each sampling, twice: prefixes are reused."""
+    """What an engine gives each of `names`."""
     engine = build_engine(settings)
-    found: dict[int, list[int]] = {}
     try:
-        for turn in range(2):
-            for each, name in enumerate(names):
-                for index, sampling in enumerate(SAMPLINGS):
-                    request_id = 1000 * turn + 100 * each + index + 1
-                    engine.loop.handle(submit(request_id, sampling, name))
-            for output in finish(engine.loop):
-                assert output.error is None
-                found.setdefault(output.request_id, []).extend(output.tokens)
+        return asked(engine.loop, *names)
     finally:
         engine.loop.close()
+
+
+def asked(loop: EngineLoop, *names: str | None) -> dict[int, list[int]]:
+    """The tokens of each of `names` with each sampling, twice: prefixes are reused."""
+    found: dict[int, list[int]] = {}
+    for turn in range(2):
+        for each, name in enumerate(names):
+            for index, sampling in enumerate(SAMPLINGS):
+                request_id = 1000 * turn + 100 * each + index + 1
+                loop.handle(submit(request_id, sampling, name))
+        found |= given(loop)
+    return found
+
+
+def given(loop: EngineLoop) -> dict[int, list[int]]:
+    """The tokens of all requests until nothing is left to do."""
+    found: dict[int, list[int]] = {}
+    for output in finish(loop):
+        assert output.error is None
+        found.setdefault(output.request_id, []).extend(output.tokens)
     return found
 
 
@@ -89,36 +101,28 @@ def finish(loop: EngineLoop) -> Iterator[Output]:
         yield from loop.step()
 
 
-def test_w16_two_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
+def test_w16_g01_two_ranks_give_one_ranks_tokens_and_follow_its_grammar(tmp_path: Path) -> None:
     """W16: the base model through real processes, greedy and sampled, chunked and reused. Every
-    architecture is in `tests/unit/models/test_sharding.py`."""
-    save_tiny(tmp_path, "llama-tied")
-    alone = tokens(settings(tmp_path, 1), None)
-    assert {len(found) for found in alone.values()} == {NUM_NEW_TOKENS}
-    assert tokens(settings(tmp_path, 2), None) == alone
-
-
-def test_g01_two_ranks_follow_one_ranks_grammar(tmp_path: Path) -> None:
-    """G01: the first rank chooses, and so it alone has masks; the others have its tokens."""
-    save_tiny(tmp_path, "llama", vocab_size=300, eos_token_id=257)
+    architecture is in `tests/unit/models/test_sharding.py`. G01: the first rank chooses, and so it
+    alone has masks; the others have its tokens."""
+    save_tiny(tmp_path, "llama-tied", vocab_size=300, eos_token_id=257)
     tiny_backend().save(str(tmp_path / "tokenizer.json"))
     wanted = StructuredOutputsParams(regex="[a-f]{3,9}(x|y)")
     shaped = SamplingParams(temperature=1.0, max_tokens=16, structured_outputs=wanted)
-    found = []
+    plain, masked = [], []
     for size in (1, 2):
         engine = build_engine(settings(tmp_path, size))
         try:
+            plain.append(asked(engine.loop, None))
             for number, sampling in enumerate([shaped, SAMPLINGS[0], shaped]):
                 engine.loop.handle(replace(submit(number + 1, sampling), stop_ids=(257,)))
-            given: dict[int, list[int]] = {}
-            for output in finish(engine.loop):
-                assert output.error is None
-                given.setdefault(output.request_id, []).extend(output.tokens)
+            masked.append(given(engine.loop))
         finally:
             engine.loop.close()
-        found.append(given)
-    assert found[0] == found[1]
-    assert all(re.fullmatch(rb"[a-f]{3,9}[xy]", bytes(found[0][n][:-1])) for n in (1, 3))
+    assert {len(found) for found in plain[0].values()} == {NUM_NEW_TOKENS}
+    assert plain[0] == plain[1]
+    assert masked[0] == masked[1]
+    assert all(re.fullmatch(rb"[a-f]{3,9}[xy]", bytes(masked[0][n][:-1])) for n in (1, 3))
 
 
 DENSE = {

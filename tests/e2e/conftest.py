@@ -46,6 +46,14 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
+def pauses() -> Iterator[float]:
+    """Seconds between one question and the next: each takes the processor from the server."""
+    pause_s = 0.02
+    while True:
+        yield pause_s
+        pause_s = min(1.5 * pause_s, 0.25)
+
+
 class Server:
     """One `manyroots serve`, started with extra flags, ended by its own pid."""
 
@@ -93,13 +101,15 @@ class Server:
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < deadline:
+        for pause_s in pauses():
             if self.process.poll() is not None:
                 pytest.fail(f"the server ended with {self.process.returncode}:\n{self.log()}")
             with contextlib.suppress(httpx.TransportError):
                 if self.status("/ready") == 200:
                     return
-            time.sleep(0.1)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause_s)
         pytest.fail(f"the server was not ready in {START_LIMIT_S} s:\n{self.log()}")
 
     def metric(self, name: str) -> float:
@@ -109,10 +119,10 @@ class Server:
         return float(found[1])
 
     def wait_for(self, name: str, is_good: Callable[[float], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, pause = time.monotonic() + PATIENCE_S, pauses()
         while not is_good(value := self.metric(name)):
             assert time.monotonic() < deadline, f"{name} stays {value}"
-            time.sleep(0.05)
+            time.sleep(next(pause))
 
     def wait_until_idle(self) -> None:
         """Nothing runs, and every page is given back."""

@@ -1,4 +1,4 @@
-"""Streams that run without a pause while engines and gateways die, restart or come and go.
+"""Streams that run all the time while engines and gateways die, restart or come and go.
 
 Each answer is compared with what the model gives alone. A caller asks again when its connection
 breaks before any output, as OpenAI's clients do.
@@ -41,15 +41,18 @@ class StreamLoad:
         num_callers: int = 8,
         errors: Sequence[str] = (),
         may_break: bool = False,
+        pause_s: float = 0.0,
     ) -> None:
         """`errors`: what a stream that had begun may end with; other errors are wrong.
-        `may_break`: a connection may, because gateways are killed."""
+        `may_break`: a connection may, because gateways are killed. `pause_s`: of each caller after
+        each stream, so that engines which start have the processor for themselves now and then."""
         self._url = url
         self._headers = headers
         self._asked = asked
         self._errors = errors
         self._may_break = may_break
         self._num_callers = num_callers
+        self._pause_s = pause_s
         self._pool = ThreadPoolExecutor(num_callers)
         self._stop = threading.Event()
         self._work: list[Future[None]] = []
@@ -83,6 +86,7 @@ class StreamLoad:
             while not self._stop.is_set():
                 self._ask(client, self._asked[number % len(self._asked)])
                 number += self._num_callers
+                self._stop.wait(self._pause_s)
 
     def _ask(self, client: httpx.Client, asked: Asked) -> None:
         got: list[int] = []

@@ -9,6 +9,7 @@ runs these tests anyway, in a folder with the same files.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import shutil
@@ -40,12 +41,14 @@ def test_the_tests_that_must_notice_a_fault_exist() -> None:
     for mutation in MUTATIONS:
         for node in mutation.noticed_by:
             file, _, name = node.partition("::")
-            tree = ast.parse((ROOT / "tests" / file).read_text())
-            functions = {
-                each.name for each in ast.walk(tree)
-                if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-            }  # fmt: skip
-            assert name.partition("[")[0] in functions, f"{mutation.name}: {node}"
+            assert name.partition("[")[0] in functions_of(file), f"{mutation.name}: {node}"
+
+
+@functools.cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return {each.name for each in ast.walk(tree) if isinstance(each, kinds)}
 
 
 def copied(folder: Path) -> None:

@@ -42,23 +42,24 @@ def run(pair: Pair, requests: dict[str, tuple[str | None, list[int]]], chunk: in
         assert_close("logits", torch.cat(got[name]), wanted, torch.float32)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_adapter_alone_gives_pefts_logits_w13_w14(kind: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"), request.param, ADAPTERS)
+
+
+def test_each_adapter_alone_gives_pefts_logits_w13_w14(pair: Pair) -> None:
     """W13, W14: rank-stabilised scaling, patterns, per-module ranks; every module."""
-    pair = make_pair(tmp_path, kind, ADAPTERS)
     base = pair.expected(None, prompt(1, 19))
     for name in ADAPTERS:
         run(pair, {"a": (name, prompt(1, 19))}, chunk=None)
         assert (pair.expected(name, prompt(1, 19)) - base).abs().max() > 0.1, "it changes something"
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_eight_adapters_and_the_base_in_one_batch_give_pefts_logits_w17(
-    kind: str, chunk: int | None, tmp_path: Path
+    pair: Pair, chunk: int | None
 ) -> None:
     """W17: mixed ranks, scalings, base and adapter rows in one batch equal running each alone."""
-    pair = make_pair(tmp_path, kind, ADAPTERS)
     requests: dict[str, tuple[str | None, list[int]]] = {
         "base": (None, prompt(50, 9)), "base too": (None, prompt(51, 17))
     }  # fmt: skip
@@ -69,10 +70,9 @@ def test_eight_adapters_and_the_base_in_one_batch_give_pefts_logits_w17(
     run(pair, requests, chunk)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-moe-window"])
 def test_all_linear_adapters_of_experts_with_windows_give_pefts_logits_w14(
-    kind: str, chunk: int | None, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
     """W14: what PEFT calls all-linear, which is experts and router, too; embedding and head."""
     adapters = {
@@ -92,14 +92,12 @@ def test_all_linear_adapters_of_experts_with_windows_give_pefts_logits_w14(
         requests[name] = (name, prompt(index, 17 + 9 * index))
         moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
         assert moved.abs().max() > 0.1, "it changes something"
-    run(pair, requests, chunk)
+    for chunk in (None, 1, 7):
+        run(pair, requests, chunk)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.parametrize("kind", ["lfm2", "lfm2-biased"])
-def test_f08_adapters_of_recurrent_mixers_give_pefts_logits(
-    kind: str, chunk: int | None, tmp_path: Path
-) -> None:
+def test_f08_adapters_of_recurrent_mixers_give_pefts_logits(kind: str, tmp_path: Path) -> None:
     """F08: every product of them and of their feed-forward blocks, by the names of public
     adapters."""
     adapters = {
@@ -113,7 +111,8 @@ def test_f08_adapters_of_recurrent_mixers_give_pefts_logits(
         requests[name] = (name, prompt(index, 17 + 9 * index))
         moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
         assert moved.abs().max() > 0.1, "it changes something"
-    run(pair, requests, chunk)
+    for chunk in (None, 1, 7):
+        run(pair, requests, chunk)
 
 
 ACTIVATED = {

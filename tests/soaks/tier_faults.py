@@ -208,13 +208,15 @@ def spoil(bench: Bench, count: int, name: str, damage: Damage, where: StockOf) -
     with where(bench, name) as stock, bench.engine(**stock.settings) as llm:
         owned: list[list[Stored]] = []
         before: set[Stored] = set()
-        for index in range(NUM_PROMPTS):
+        # For few faults, only as many as push the first off the device.
+        num_prompts = min(NUM_PROMPTS, 3 + count)
+        for index in range(num_prompts):
             bench.check(llm, index)
             now = stock.values()
             owned.append(sorted(now - before, key=str))
             before = now
         while num_faults < count:
-            index = num_faults % NUM_PROMPTS
+            index = num_faults % num_prompts
             values = [value for value in owned[index] if value.exists()]
             others = [value for value in owned[index - 1] if value.exists()]
             assert values, "nothing is stored again"

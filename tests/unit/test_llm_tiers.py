@@ -34,7 +34,7 @@ from tests.unit.text.tiny_tokenizer import tiny_backend
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 COLD = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
 """Prompts whose log-probabilities are asked for are computed, whatever is cached."""
-NUM_PROMPTS, PROMPT_LEN, NUM_CACHED = 8, 90, 88
+NUM_PROMPTS, PROMPT_LEN, NUM_CACHED = 5, 90, 88
 Bits = dict[tuple[int, int], bytes]
 """By (family, page)."""
 
@@ -291,7 +291,7 @@ def test_t01_a_working_set_of_ten_devices_hits_on_a_host_of_twelve(tmp_path: Pat
     with serve(
         tmp_path, "full", num_gpu_blocks_override=num_pages, num_host_pages=12 * num_pages
     ) as llm:
-        for _ in range(3 * len(working)):
+        for _ in range(2 * len(working)):
             index = rng.randrange(len(working))
             _, cached = ask(llm, working[index])
             found += cached

@@ -14,7 +14,7 @@ from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 SERVED = {**MIXES, **COMPRESSED_MIXES}
-NUM_CHATS, NUM_TURNS, MAX_LEN = 6, 5, 240
+NUM_CHATS, NUM_TURNS, MAX_LEN = 4, 4, 240
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 
 

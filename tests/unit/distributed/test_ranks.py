@@ -75,51 +75,47 @@ def ranked(size: int) -> Iterator[Ranked]:
     assert not made.ranks.folder.exists()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_w16_ranks_sum_join_and_agree(size: int) -> None:
-    """W16: what ranks sum or join is what one rank would have."""
-    with ranked(size) as it:
-        futures = [it.runner.launch(fake_rank.plan(step)) for step in range(1, 6)]
-        for step, future in enumerate(futures, start=1):
-            total = step * size * (size + 1) // 2
-            assert future.result(PATIENCE_S).tokens.tolist() == [total, 0, 1, 2, 3, 4, 42]
-    assert it.deaths == []
-
-
-def test_what_other_ranks_load_is_told_with_their_number() -> None:
-    with ranked(3) as it:
-        target = SlotRef(AdapterSlot(0), 1)
-        load = LoadAdapter(LoadId(4), AdapterDigest(b"d"), Tier.STORAGE, target, "/a", 8)
-        it.runner.launch(fake_rank.plan(1, adapters=(load,))).result(PATIENCE_S)
-        wait_for_answers(it)
-    assert sorted(rank for rank, _ in it.answers) == [1, 2]
-    for _, answer in it.answers:
-        assert isinstance(answer, AdapterLoaded)
-        assert answer.load_id == LoadId(4)
-
-
-def wait_for_answers(it: Ranked) -> None:
-    """One of each other rank; answers that are on their way at the close are lost."""
-    deadline = time.monotonic() + PATIENCE_S
-    while len(it.answers) < 2:
-        assert time.monotonic() < deadline, it.answers
-        time.sleep(0.01)
-
-
-def test_t15_every_rank_gets_the_copies_of_a_plan_and_tells_how_they_ended() -> None:
-    """T15: and each is told which stored pages to remove, before any later plan."""
+def test_w16_t15_two_other_ranks_follow_and_answer() -> None:
+    """W16: what three ranks sum or join is what one rank would have. What others load is told with
+    their number. T15: every rank gets the copies of a plan and tells how they ended, and each is
+    told which stored pages to remove, before any later plan."""
     none, units = np.empty(0, np.int32), np.arange(3, dtype=np.int32)
     with ranked(3) as it:
+        check_sums(it, 3)
+        target = SlotRef(AdapterSlot(0), 1)
+        load = LoadAdapter(LoadId(4), AdapterDigest(b"d"), Tier.STORAGE, target, "/a", 8)
+        it.runner.launch(fake_rank.plan(6, adapters=(load,))).result(PATIENCE_S)
+        wait_for_answers(it, 2)
         it.ranks.send(RankMessageKind.FORGET, (b"one page", b"another"))
         copy = Copy(CopyId(9), 1, Tier.STORAGE, Tier.HOST, none, units, (b"a", b"b", b"c"))
-        it.runner.launch(fake_rank.plan(1, copies=(copy,))).result(PATIENCE_S)
-        wait_for_answers(it)
-    by_rank = dict(it.answers)
+        it.runner.launch(fake_rank.plan(7, copies=(copy,))).result(PATIENCE_S)
+        wait_for_answers(it, 4)
+    assert it.deaths == []
+    assert sorted(rank for rank, _ in it.answers[:2]) == [1, 2]
+    for _, answer in it.answers[:2]:
+        assert isinstance(answer, AdapterLoaded)
+        assert answer.load_id == LoadId(4)
+    by_rank = dict(it.answers[2:])
     for rank in (1, 2):
         answer = by_rank[rank]
         assert isinstance(answer, CopyDone)
         assert (answer.copy_id, answer.error, answer.seconds) == (CopyId(9), None, 2.0)
         assert answer.arrived.tolist() == [True, rank != 1, rank != 2]
+
+
+def check_sums(it: Ranked, size: int) -> None:
+    futures = [it.runner.launch(fake_rank.plan(step)) for step in range(1, 6)]
+    for step, future in enumerate(futures, start=1):
+        total = step * size * (size + 1) // 2
+        assert future.result(PATIENCE_S).tokens.tolist() == [total, 0, 1, 2, 3, 4, 42]
+
+
+def wait_for_answers(it: Ranked, count: int) -> None:
+    """Answers that are on their way at the close are lost."""
+    deadline = time.monotonic() + PATIENCE_S
+    while len(it.answers) < count:
+        assert time.monotonic() < deadline, it.answers
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +146,11 @@ def test_r04_a_rank_that_fails_in_a_step_fails_every_step_under_way(
     assert len(it.deaths) == 1
 
 
-def test_r04_an_idle_ranks_death_is_told_at_once() -> None:
-    """R04: readiness must not wait for the next request to notice a dead rank."""
+def test_r04_w16_an_idle_ranks_death_is_told_at_once() -> None:
+    """R04: readiness must not wait for the next request to notice a dead rank. W16: before that,
+    two ranks have summed and joined."""
     with ranked(2) as it:
+        check_sums(it, 2)
         os.kill(it.ranks.pids[0], signal.SIGKILL)
         assert it.died.wait(AT_ONCE_S)
     assert "killed by signal 9" in it.deaths[0]

@@ -1,10 +1,9 @@
-"""The check of prose finds what it is for, and the repository passes it."""
+"""The check of prose finds what it is for; `make prose` runs it over the repository."""
 
 from __future__ import annotations
 
 from tools.docs.links import ROOT
 from tools.docs.prose import (
-    faults,
     faults_in,
     markdown_faults,
     python_faults,
@@ -13,9 +12,8 @@ from tools.docs.prose import (
 )
 
 
-def test_d04_the_prose_has_no_fault() -> None:
+def test_d04_all_folders_are_read() -> None:
     """D04."""
-    assert faults() == []
     assert len(sources()) > 200
     folders = {path.relative_to(ROOT).parts[0] for path in sources_beside()}
     assert folders == {"tests", "tools", "examples"}

@@ -123,5 +123,5 @@ async def _running(client: ProcessClient, slow: Path) -> asyncio.Task[list[str]]
 
 
 async def _all(client: ProcessClient) -> list[str]:
-    outputs = client.generate(request(client, 220))
+    outputs = client.generate(request(client, 120))
     return [o.finish_reason.value async for o in outputs if o.finish_reason is not None]

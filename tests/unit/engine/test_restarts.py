@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -75,13 +76,19 @@ async def until(condition: Any) -> None:
 
 
 def test_r07_a_dead_engine_is_started_again_and_serves_those_who_waited(
-    tiny: TinyAdapters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tiny: TinyAdapters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
     """R07: what had begun fails with the reason; what is queued is served; adapters that were
-    loaded are known, those that were unloaded are not; the counts are true at every moment."""
+    loaded are known, those that were unloaded are not; the counts are true at every moment. The
+    folder of a socket is gone once both ends have it, so that none can be left."""
+    sockets = tmp_path / "t"
+    sockets.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(sockets))
 
     async def body() -> None:
         async with started(settings_of(tiny), max_restarts=1) as client:
+            assert list(sockets.iterdir()) == []
             await client.load_adapter(LoadLora(0, AdapterName("late"), tiny.path("all")))
             await client.unload_adapter(AdapterName("gone"))
             running = client.generate(request(client, 150))
@@ -107,6 +114,7 @@ def test_r07_a_dead_engine_is_started_again_and_serves_those_who_waited(
             assert await asyncio.gather(*waiting) == wanted
             assert client.is_alive
             assert client.progress is None
+            assert list(sockets.iterdir()) == []
             [told_s] = re.findall(r"the engine is back, ([\d.]+) s after it died", caplog.text)
             assert 0 < float(told_s) <= time.monotonic() - killed + 0.1  # rounded
             assert client.num_restarts == 1

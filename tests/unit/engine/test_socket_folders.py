@@ -1,44 +1,17 @@
-"""A server that is killed leaves no folder of its sockets."""
+"""A server that is killed leaves no folder of its sockets.
+
+`test_restarts.py` shows that none is there while both ends are connected.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.patience import PATIENCE_S
-from tests.helpers.tiny_adapters import TinyAdapters
-from tests.unit.engine.test_restarts import kill, settings_of, started, tokens, until
-
-
-def test_the_folder_of_a_socket_is_gone_once_both_ends_have_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that nothing is there to be left, whenever the server is killed; an engine that is
-    started again has a folder of its own, which goes the same way."""
-    tiny = TinyAdapters(tmp_path / "tiny")
-    folder = tmp_path / "t"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-    async def serve() -> None:
-        async with started(settings_of(tiny), max_restarts=1) as client:
-            assert list(folder.iterdir()) == []
-            answer = await tokens(client, None)
-            assert len(answer) == 6
-            first = client.pid
-            kill(client)
-            await until(lambda: client.is_alive and client.pid != first)
-            assert await tokens(client, None) == answer
-            assert list(folder.iterdir()) == []
-
-    asyncio.run(serve())
 
 
 def test_the_folder_goes_with_an_engine_whose_server_was_killed_before_it_connected(

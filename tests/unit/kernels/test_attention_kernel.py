@@ -48,7 +48,7 @@ def assert_equals_the_reference(
     assert_close("attention", fast, naive, dtype)
 
 
-@for_seeds(60)
+@for_seeds(30)
 def test_torch_ops_equals_the_reference(draw: Draw) -> None:
     dtype = draw.choice((torch.float32, torch.bfloat16))
     shape = Shape(*draw.choice(((1, 1, 8, 1), (6, 2, 16, 4), (4, 4, 16, 16), (8, 1, 32, 8))))
@@ -120,7 +120,7 @@ def test_neighbours_of_one_shape_attend_together() -> None:
 WINDOWS = (1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 60, 64)
 
 
-@for_seeds(150)
+@for_seeds(60)
 def test_windows_and_sinks_equal_the_reference(draw: Draw) -> None:
     """Windows of pages, and one more and less; what lies in front of them is another's and NaN."""
     dtype = draw.choice((torch.float32, torch.bfloat16))

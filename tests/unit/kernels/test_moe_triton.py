@@ -76,7 +76,7 @@ def test_f01_experts_are_chosen_within_the_chosen_groups(
     "dtype", DTYPES if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 )
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("slots", [(0,), (-1,), (2, 2, -1, 0, 1, 3), (*range(-1, 4),) * 8])
+@pytest.mark.parametrize("slots", [(0,), (-1,), (2, 2, -1, 0, 1, 3), (*range(-1, 4),) * 4])
 @pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0])
 def test_routing_with_adapters_equals_the_reference_w17(
     most: int, slots: tuple[int, ...], num_splits: int, dtype: torch.dtype,

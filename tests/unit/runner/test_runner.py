@@ -251,7 +251,10 @@ def test_fixed_shapes_give_each_architectures_tokens(
     """F03: one runner and one decoder, by two sets of kernels, padded as graphs need it or not."""
     save_tiny(tmp_path, kind)
     both = Both(tmp_path)
-    requests = some_requests()
+    requests = [
+        submit(r.request_id, r.prompt, max_tokens=3 + r.request_id % 3)
+        for r in some_requests()[: MAX_SEQS + 1]
+    ]
     expected = run(make_runner(both.cpu), requests)
     assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
 

@@ -60,7 +60,7 @@ def test_l06_waves_of_two_adapters_and_a_rare_third_leave_rows_in_use(
     """L06: at least 0.97 of the rows that run where nothing is paused. Where all three may run, the
     rare one's first token is there in a few steps."""
     case = SlicesCase(
-        "waves", 8, max_loras, 2, 16, output_len, rare_every=80, num_steps=4000,
+        "waves", 8, max_loras, 2, 16, output_len, rare_every=80, num_steps=2000,
         can_load_ahead=max_loras > 3,
     )  # fmt: skip
     sliced, endless = Waves(case), Waves(case, ENDLESS)
@@ -84,7 +84,7 @@ def test_l06_a_rare_adapter_is_served_soon_and_others_keep_their_rows(
     name: str, most_steps: int
 ) -> None:
     """L06: the figures that the design states, beside an endless quantum."""
-    [case] = [replace(case, num_steps=2600) for case in CASES if case.name == name]
+    [case] = [replace(case, num_steps=1700) for case in CASES if case.name == name]
     sliced, endless = SlicesRun(case), SlicesRun(case, ENDLESS)
     sliced.run()
     endless.run()

@@ -135,8 +135,7 @@ class Run:
 @pytest.mark.parametrize(
     ("traffic", "bound"),
     [
-        (Traffic("full cap, no slot to spare", 2, "ab", 1, (30, 150), 150, 800), 300),
-        (Traffic("full cap", 4, "abcd", 1, (30, 150), 80, 400), 40),
+        (Traffic("full cap, no slot to spare", 2, "ab", 1, (30, 150), 150, 460), 300),
         (Traffic("waves, places for all", 4, "ab", 8, (10, 60), 80, 400), 16),
     ],
     ids=lambda given: given.name if isinstance(given, Traffic) else "",

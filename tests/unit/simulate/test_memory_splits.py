@@ -19,11 +19,11 @@ SETTINGS = SimulationSettings()
 @pytest.mark.parametrize(
     ("name", "num_requests", "shares", "least_gain"),
     [
-        ("hot_documents", 180, (0.15,), 0.98),
-        ("many_adapters", 180, (0.6,), 0.98),
-        ("adapter_talks", 180, (0.3,), 0.98),
+        ("hot_documents", 110, (0.15,), 0.98),
+        ("many_adapters", 110, (0.6,), 0.98),
+        ("adapter_talks", 110, (0.3,), 0.98),
         ("adapter_scans", 180, (0.25,), 0.98),
-        ("shifting", 600, (0.25,), 1.2),
+        ("shifting", 400, (0.25,), 1.2),
     ],
 )
 def test_a01_one_memory_is_as_good_as_the_best_fixed_split(

@@ -25,7 +25,7 @@ def conversations(seed: int) -> Trace:
     rng = random.Random(seed)
     systems = [TraceSegment(f"system-{i}", rng.randint(200, 1000)) for i in range(30)]
     lines = []
-    for number in range(90):
+    for number in range(60):
         adapter = rng.randrange(30)
         said, arrival_s = [systems[adapter]], rng.uniform(0.0, 12.0)
         for turn in range(rng.randint(2, 8)):

@@ -56,9 +56,9 @@ def test_w14_adapters_of_every_product_give_pefts_logits(kind: str, tmp_path: Pa
         "ends": {**ADAPTERS["embedding and head"], **ENDS.get(kind, {})},
     }
     pair = make_pair(tmp_path, kind, adapters, **KINDS[kind])
-    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 29))}
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 19))}
     for index, name in enumerate(adapters):
-        requests[name] = (name, prompt(index, 17 + 9 * index))
+        requests[name] = (name, prompt(index, 13 + 7 * index))
         moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
         assert moved.abs().max() > 0.1, "it changes something"
     for chunk in (None, 1, 7):

@@ -167,10 +167,9 @@ PEFT_ADAPTERS["rank 4"]["use_rslora"] = True
 PEFT_ADAPTERS["rank 8"]["rank_pattern"] = {"experts.down_proj": 3}
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.filterwarnings("ignore")
 def test_eight_adapters_that_peft_saved_and_the_base_give_pefts_logits_w15_w17(
-    chunk: int | None, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     """W15, W17: PEFT's own `target_parameters`, as folders that PEFT wrote."""
     pair = make_pair(tmp_path, "qwen3-moe", PEFT_ADAPTERS, moe_intermediate_size=INTERMEDIATE)
@@ -179,7 +178,8 @@ def test_eight_adapters_that_peft_saved_and_the_base_give_pefts_logits_w15_w17(
     }  # fmt: skip
     for index, name in enumerate(PEFT_ADAPTERS):
         requests[name] = (name, prompt(index, 5 + 3 * index))
-    run_with_peft(pair, requests, chunk)
+    for chunk in (None, 1, 7):
+        run_with_peft(pair, requests, chunk)
     base = pair.expected(None, prompt(1, 9))
     for name in PEFT_ADAPTERS:
         assert (pair.expected(name, prompt(1, 9)) - base).abs().max() > 0.1
@@ -209,10 +209,9 @@ def test_however_peft_is_told_to_change_experts_its_logits_are_ours_w15(
 
 
 @pytest.mark.parametrize("inner", [24, 48])
-@pytest.mark.parametrize("chunk", [None, 1, 7])
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_of_gpt_oss_and_the_base_give_pefts_logits_w15_w17(
-    chunk: int | None, inner: int, tmp_path: Path
+    inner: int, tmp_path: Path
 ) -> None:
     """W15, W17: its experts are [in, out] with gates and ups by turns, and its router a parameter,
     too; 48: down is square."""
@@ -228,7 +227,8 @@ def test_adapters_of_gpt_oss_and_the_base_give_pefts_logits_w15_w17(
     requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 19))}
     for index, name in enumerate(adapters):
         requests[name] = (name, prompt(index, 15 + 3 * index))
-    run_with_peft(pair, requests, chunk)
+    for chunk in (None, 1, 7):
+        run_with_peft(pair, requests, chunk)
     base = pair.expected(None, prompt(1, 9))
     for name in adapters:
         assert (pair.expected(name, prompt(1, 9)) - base).abs().max() > 0.05

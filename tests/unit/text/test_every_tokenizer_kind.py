@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
-from tests.helpers.seeded import Draw
+from tests.helpers.seeded import Draw, seeds
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 SPECIAL = ("<s>", "</s>", "[CLS]")
@@ -132,7 +132,7 @@ def test_streamed_pieces_joined_are_the_whole_decode(
     backend.add_tokens(list(ADDED))
     tokenizer = Tokenizer(backend, SpecialTokens(), None)
     word = [backend.token_to_id("▁Paris")] if build is sentencepiece_stripped else []
-    for seed in range(300):
+    for seed in seeds(100):
         ids = random_ids(Draw(seed), tokenizer, backend)
         if not skip:  # there a special token is text, and ends a character
             ids = _without_broken_characters(ids, backend)

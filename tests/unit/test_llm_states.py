@@ -122,7 +122,7 @@ def test_h12_ten_turns_of_chats_find_nearly_all_that_an_endless_cache_would_have
     """H05, H12: ten turns, a shared system prompt and odd lengths: at least 0.98 of it."""
     rng = random.Random(3)
     system = text(rng, 101)
-    chats = [list(system) for _ in range(8)]
+    chats = [list(system) for _ in range(4)]
     known: list[list[int]] = []
     found = best = 0
     with serve(folder, max_model_len=1024) as llm:

@@ -70,7 +70,7 @@ def test_g01_a_property_may_be_called_like_a_keyword() -> None:
     assert closed(wanted)["additionalProperties"] is False
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_g01_what_can_be_honoured_can_be_honoured_closed(seed: int) -> None:
     made = _without(schema(Draw(seed)), "additionalProperties")
     check_structure(StructuredOutputsParams(json=made))

@@ -58,13 +58,6 @@ WRITTEN: list[dict[str, Any]] = [
 LEFT_OUT = ("exclude_modules", "layers_to_transform")
 
 
-@pytest.fixture(scope="module", params=FILES)
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("adapter")
-    saved(llama(), path, r=4, target_modules=FILES[request.param])
-    return path
-
-
 def theirs(folder: Path) -> set[str] | None:
     """The modules that PEFT puts an adapter onto; None: it can't load the folder."""
     try:
@@ -79,12 +72,22 @@ def theirs(folder: Path) -> set[str] | None:
     }
 
 
+@pytest.fixture(scope="module", params=FILES)
+def adapter(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, set[str] | None]:
+    """A folder, and the modules of its file."""
+    path = tmp_path_factory.mktemp("adapter")
+    saved(llama(), path, r=4, target_modules=FILES[request.param])
+    return path, theirs(path)
+
+
 @pytest.mark.parametrize("written", WRITTEN, ids=str)
 def test_a_file_is_served_where_peft_uses_all_of_it(
-    written: dict[str, Any], folder: Path, tmp_path: Path
+    written: dict[str, Any], adapter: tuple[Path, set[str] | None], tmp_path: Path
 ) -> None:
+    folder, in_file = adapter
     config = json.loads((folder / "adapter_config.json").read_text())
-    in_file = theirs(folder)
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **written}))

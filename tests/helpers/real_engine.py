@@ -54,7 +54,8 @@ from tests.helpers.cache_harness import resident
 from tests.helpers.patience import PATIENCE_S
 from tests.soaks.differential import ALL_MIXES, ATTENTION, BLOCK, RECURRENT
 from tests.soaks.differential import PAGE as PAGE
-from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.models.tiny import FULL, load_tiny, save_tiny
+from tests.unit.models.tiny import RECURRENT as LINEAR
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 VOCAB, MAX_LEN = 300, 160
@@ -76,12 +77,23 @@ Units = list[Numbers | None]
 """Of one page, by family; None where a family keeps nothing of it."""
 
 
+TWO = {"num_hidden_layers": 2}
+HYBRID = {**TWO, "layer_types": [LINEAR, FULL]}
+FEWER_LAYERS: dict[str, dict[str, Any]] = {
+    "full": TWO, "window": TWO, "latents": TWO, "mamba beside attention": TWO, "mamba": HYBRID,
+    "delta nets": HYBRID,
+}  # fmt: skip
+"""One or two of each family: pages and states are found and copied alike with more, and most time
+is theirs."""
+
+
 class RealWorld:
     """A tiny model with adapters on disk, and what a cold engine computes with them."""
 
     def __init__(self, folder: Path, mix: str, **changes: Any) -> None:
         self.mix, self.folder, self.model = mix, folder, folder / "model"
         kind, given = ALL_MIXES[mix]
+        given = {**given, **FEWER_LAYERS.get(mix, {})}
         save_tiny(self.model, kind, vocab_size=VOCAB, **{**given, **changes})
         tiny_backend().save(str(self.model / "tokenizer.json"))
         targets = load_tiny(self.model).adapter_targets()

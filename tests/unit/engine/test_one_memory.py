@@ -26,7 +26,7 @@ SETTINGS = {"num_gpu_blocks_override": NUM_PAGES, "max_num_batched_tokens": 64, 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealWorld]:
-    world = RealWorld(tmp_path_factory.mktemp("world"), "full")
+    world = RealWorld(tmp_path_factory.mktemp("world"), "full", num_hidden_layers=3)
     yield world
     world.close()
 

@@ -396,7 +396,7 @@ def test_h10_counts_balance_in_every_family_and_tier(worlds: Any, mix: str, tmp_
             # More than there is room for, whatever the other requests find and how long copies
             # take; again after the step that fails, since it ends the first ones.
             seeds = range(40 + step, 48 + step)
-            numbers += [engine.submit(text(seed, 10), max_tokens=45) for seed in seeds]
+            numbers += [engine.submit(text(seed, 10), max_tokens=85) for seed in seeds]
         if step % 4 == 0:
             prompt = [
                 *PROMPT[: rng.choice([0, 12, 40])],

@@ -76,7 +76,7 @@ class LeakyServer:
         settings = ConformanceSettings(
             url=self.url, api_keys=(API_KEY, OTHER_KEY), admin_key=ADMIN_KEY,
             folders=(str(self.home / "adapters/few"), str(self.home / "adapters/stable")),
-            scratch=str(self.home), kv_events=self.events, prompt_tokens=96, timed_tokens=1000,
+            scratch=str(self.home), kv_events=self.events, prompt_tokens=64, timed_tokens=1000,
             flood_tokens=PAGE_SIZE * NUM_PAGES, settle_s=0.5, only=frozenset(checks), **more,
         )  # fmt: skip
         return run_kit(settings)
@@ -84,7 +84,7 @@ class LeakyServer:
     def run_times(self, timed_tokens: int) -> dict[str, Any]:
         """Of few pairs, since each takes a minute of a busy machine."""
         settings = ConformanceSettings(
-            url=self.url, api_keys=(API_KEY,), adapters={"all": {}}, prompt_tokens=96,
+            url=self.url, api_keys=(API_KEY,), adapters={"all": {}}, prompt_tokens=64,
             timed_tokens=timed_tokens, only=frozenset({"times"}),
         )  # fmt: skip
         return run_kit(settings)
@@ -129,7 +129,7 @@ def test_n21_the_command_prints_rows_and_writes_json(
     server: LeakyServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """N21: exit code 0 where all is kept apart, 1 for a leak, 2 where nothing can be judged."""
-    words = ["conformance", server.url, "--api-key", API_KEY, "--prompt-tokens", "96"]
+    words = ["conformance", server.url, "--api-key", API_KEY, "--prompt-tokens", "64"]
     keys = ["--only", "keys", "--api-key", OTHER_KEY]
     file = tmp_path / "report.json"
     assert main([*words, *keys, "--json", str(file)]) == 0

@@ -42,10 +42,17 @@ class Served:
         tiny_backend().save(str(folder / "model" / "tokenizer.json"))
         targets = load_tiny(folder / "model").adapter_targets()
         self._dense = {None: base}
+        self._known: dict[tuple[tuple[int, ...], str | None], list[int]] = {}
         for name, recipe in RECIPES.items():
             self._dense[name] = merged(base, write_adapter(folder / name, targets, recipe))
 
     def greedy(self, prompt: Sequence[int], adapter: str | None) -> list[int]:
+        key = (tuple(prompt), adapter)
+        if key not in self._known:
+            self._known[key] = self._greedy(prompt, adapter)
+        return self._known[key]
+
+    def _greedy(self, prompt: Sequence[int], adapter: str | None) -> list[int]:
         ids = torch.tensor([list(prompt)])
         output = self._dense[adapter].generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False,

@@ -243,8 +243,8 @@ def test_v07_answers_survive_retraction_and_tiers(kind: str, tmp_path: Path) -> 
     saved(tmp_path, kind)
     add_prediction(tmp_path, is_right=True)
     rng = random.Random(9)
-    prompts = [prompt_of(rng, rng.randint(10, 40)) for _ in range(8)]
-    greedy = sampling(max_tokens=32, ignore_eos=True)
+    prompts = [prompt_of(rng, rng.randint(10, 40)) for _ in range(6)]
+    greedy = sampling(max_tokens=24, ignore_eos=True)
     plain = started(tmp_path)
     wanted = [one.outputs[0].token_ids for one in plain.generate(prompts, greedy)]
     plain.close()

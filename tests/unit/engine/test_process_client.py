@@ -59,7 +59,9 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE_S))
 
 
-def test_sequences_cross_the_boundary_and_share_pages(settings: EngineSettings) -> None:
+def test_s06_sequences_share_pages_and_leaving_early_frees_them(settings: EngineSettings) -> None:
+    """S06: sequences cross the boundary. Closing a stream frees its pages in the engine."""
+
     async def body() -> None:
         async with started(settings) as client:
 
@@ -72,15 +74,6 @@ def test_sequences_cross_the_boundary_and_share_pages(settings: EngineSettings) 
             assert client.stats is not None
             assert client.stats.total_hit_tokens >= 6 * 32
             assert client.info.vocab_size == 100
-
-    run(body)
-
-
-def test_s06_leaving_early_aborts_and_frees(settings: EngineSettings) -> None:
-    """S06: closing the stream frees the sequence's pages in the engine."""
-
-    async def body() -> None:
-        async with started(settings) as client:
             stream = client.generate(request(client, max_tokens=200))
             async for _ in stream:
                 break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -133,8 +134,13 @@ def test_g01_items_that_must_differ_are_refused_by_name(items: Any, told: str) -
         check_structure(StructuredOutputsParams(json=wanted))
 
 
+@functools.cache
+def _compiled(wanted: str) -> Any:
+    return cache().compile(StructuredOutputsParams(json=json.loads(wanted)))
+
+
 def _follows(wanted: dict[str, Any], text: str) -> bool:
-    matcher = cache().compile(StructuredOutputsParams(json=wanted)).start()
+    matcher = _compiled(json.dumps(wanted)).start()
     taken = matcher.try_consume_tokens(list(text.encode()))
     return bool(taken == len(text.encode()) and matcher.is_accepting())
 

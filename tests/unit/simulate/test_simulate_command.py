@@ -15,7 +15,7 @@ from manyroots.errors import ConfigError
 from manyroots.simulate.curves import Curve, Panel
 from manyroots.simulate.sweep import Axis, parse_axis
 
-SMALL = ["--num-requests", "12"]
+SMALL = ["--num-requests", "8"]
 
 
 def simulate(*flags: str) -> int:
@@ -56,7 +56,7 @@ def test_the_same_command_writes_the_same_result(tmp_path: Path) -> None:
     result = json.loads(paths[0].read_text())
     assert result["seed"] == 7
     assert result["settings"]["num_pages"] == 49607
-    assert len(result["sequences"]) == result["summary"]["all"]["num_sequences"] == 12
+    assert len(result["sequences"]) == result["summary"]["all"]["num_sequences"] == 8
     assert {"ttft_s", "num_cached_tokens", "finish_reason"} <= set(result["sequences"][0])
 
 

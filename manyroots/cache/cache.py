@@ -178,12 +178,14 @@ class PrefixCache:
         copies for each claim would fill the pool.
         """
         num_cached = lease.num_cached_tokens
-        if num_cached and self.layout.host:
-            self._writer.reused(lease.serial, nearest_attached(lease.cursor))
-        if is_first and num_cached:
-            nearest_attached(lease.cursor).num_hits += 1
-            if lease.ahead is None:
-                self.publisher.asked_again(lease)
+        if num_cached:
+            cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
+            if self.layout.host:
+                self._writer.reused(lease.serial, cursor)
+            if is_first:
+                cursor.num_hits += 1
+                if lease.ahead is None:
+                    self.publisher.asked_again(lease)
         if not is_first or not self._policies.reuse:
             return
         if self._learns_turns and lease.junction:

@@ -52,10 +52,10 @@ class Growth:
         """Whether a new lease fits, whatever it finds: each page found is one that it does not
         need. It holds a state that it resumes from beside its own."""
         num_pages, pools = self._pages_for(num_tokens), self._index.pools
-        return all(
-            pools[plane.index].num_available >= (2 if plane.family.is_state else num_pages)
-            for plane in self._layout.device
-        )
+        for plane in self._layout.device:
+            if pools[plane.index].num_available < (2 if plane.family.is_state else num_pages):
+                return False
+        return True
 
     def can_reach(
         self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int

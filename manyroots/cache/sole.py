@@ -16,7 +16,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.matching import Limit, Match, path_units
 from manyroots.cache.outcomes import Extension, Refusal
-from manyroots.cache.planes import NO_UNITS
+from manyroots.cache.planes import NO_UNITS, Units
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.states import States
 from manyroots.cache.tree import Node, PathHold, Walk
@@ -99,6 +99,15 @@ class SoleGrowth(Growth):
             units = lease.grow(0, self._allocator.allocate_view(0, need))
         lease.num_covered_tokens = num_pages * self._page_size
         return ((first, units),)
+
+    def next_pages(self, leases: list[Lease]) -> list[Units] | None:
+        if len(leases) > self._pool.num_available:
+            return None
+        units = self._allocator.allocate(0, len(leases))
+        for lease, unit in zip(leases, units.tolist(), strict=True):
+            lease.grow_by_one(0, unit)
+            lease.num_covered_tokens += self._page_size
+        return [units]
 
 
 class SolePublisher(Publisher):

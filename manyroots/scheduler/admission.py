@@ -122,7 +122,8 @@ class Admission:
 
     def lose_patience(self, step_id: StepId) -> None:
         """Requests that have waited long enough for storage continue without it."""
-        self._push_all(self.fetches.lose_patience(step_id))
+        if self.fetches.fetching:
+            self._push_all(self.fetches.lose_patience(step_id))
 
     def fetch(self, step_id: StepId) -> None:
         """Ask storage for requests for which there is room now."""
@@ -318,6 +319,7 @@ class Admission:
         claimed: list[Request] = []
         waiting, num_free = self.waiting, len(self._rows.free)
         importance, num_tokens_left = self._importance, builder.num_tokens_left
+        keeps_rows = self.slices.keeps_rows
         order = waiting.lanes_in_order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
             lane = waiting.next_lane(order, is_open)
@@ -326,7 +328,7 @@ class Admission:
             head = lane.head
             if importance is not None and importance(head) > least:
                 break
-            num_kept = self.slices.num_kept_rows(lane.adapter)
+            num_kept = self.slices.num_kept_rows(lane.adapter) if keeps_rows else 0
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
                 # It was just retracted and its last token is not known yet, or the remaining rows
@@ -483,11 +485,10 @@ class Admission:
         is_first = request.num_cached_tokens is None
         if is_first:
             request.num_cached_tokens = lease.num_cached_tokens
-            num_stored = min(request.num_fetched_tokens, lease.num_host_tokens)
+            num_host = lease.num_host_tokens
+            num_stored = min(request.num_fetched_tokens, num_host) if num_host else 0
             self.total_storage_hit_tokens += num_stored
-            request.cache_use = CacheUse(
-                lease.num_host_tokens - num_stored, num_stored, lease.limit.label
-            )
+            request.cache_use = CacheUse(num_host - num_stored, num_stored, lease.limit.label)
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_known_tokens, is_first)
         num_computed = lease.num_cached_tokens

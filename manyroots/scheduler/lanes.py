@@ -69,6 +69,10 @@ class Line:
         place, line, late, gone = self.rank, self._line, self._late, self._gone
         assert place is not None
         request = place[2]
+        if not late and not gone:  # nearly always
+            line.popleft()
+            self.rank = line[0] if line else None
+            return request
         while place is not None:
             if late and late[0] is place:
                 heapq.heappop(late)

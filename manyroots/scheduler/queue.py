@@ -61,8 +61,10 @@ class WaitingQueue:
         chosen = self.policy.next_adapters(self.first_lanes, count, on_device)
         return [lane.adapter for lane in chosen if lane.adapter is not None]
 
-    def lanes_in_order(self, is_open: Iterable[AdapterDigest | None]) -> Ranking[Lane]:
-        """The lanes of some adapters, if requests wait in them."""
+    def lanes_in_order(self, is_open: dict[AdapterDigest | None, None]) -> Ranking[Lane]:
+        """The lanes of some adapters, if requests wait in them; valid until one is pushed."""
+        if self.lanes.keys() <= is_open.keys():
+            return self._order
         return Ranking(self.lanes[adapter] for adapter in is_open if adapter in self.lanes)
 
     def next_lane(

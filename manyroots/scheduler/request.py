@@ -61,7 +61,6 @@ class Request:
 
     __slots__ = (
         "_buffer",
-        "_rows",
         "adapter_from",
         "cache_use",
         "draft_progress",
@@ -84,6 +83,7 @@ class Request:
         "predicted",
         "prompt_logprobs",
         "row",
+        "sampled_by",
         "serial",
         "since",
         "skips_storage",
@@ -135,8 +135,9 @@ class Request:
         self.known_tokens: Int32s = np.asarray(submit.prompt, np.int32)
         """Like `tokens`, without those that rows still have: all tokens of a request without a row,
         and at a lower cost."""
-        self._rows: HasRecent | None = None
-        """The rows that have sampled tokens which this request has not received yet."""
+        self.sampled_by: HasRecent | None = None
+        """Rows from which tokens must be fetched: a step gives tokens to all of its rows together.
+        None before its first token is planned, and without a row."""
         self._buffer = self.known_tokens
         """The array whose start the tokens are."""
         self.num_in_flight_tokens = 0
@@ -175,21 +176,16 @@ class Request:
     def tokens(self) -> Int32s:
         """Prompt and output so far, of an unfinished request. Existing entries never change, so
         others may keep a reference."""
-        if self._rows is not None:
-            self._rows.hand_over(self)
+        if self.sampled_by is not None:
+            self.sampled_by.hand_over(self)
         return self.known_tokens
 
     @property
     def num_tokens(self) -> int:
         """The number of these tokens."""
-        if self._rows is not None:
-            self._rows.hand_over(self)
+        if self.sampled_by is not None:
+            self.sampled_by.hand_over(self)
         return self.num_known_tokens
-
-    def sampled_by(self, rows: HasRecent | None) -> None:
-        """Set the rows from which tokens must be fetched: a step gives tokens to all of its rows
-        together."""
-        self._rows = rows
 
     def extend(self, tokens: Int32s) -> None:
         """Tokens were sampled."""

@@ -116,8 +116,7 @@ class Rows:
 
     def requests_at(self, rows: Int64s) -> list[Request]:
         """Like `request_at`, for each."""
-        requests = self._requests
-        return [request for row in rows.tolist() if (request := requests[row]) is not None]
+        return list(filter(None, map(self._requests.__getitem__, rows.tolist())))
 
     def sit(self, request: Request, num_computed: int) -> Row:
         """Give a request a row and its columns, with its computed tokens."""
@@ -158,7 +157,7 @@ class Rows:
         self._num_recent[row] = 0
         self.free.append(row)
         request.row = None
-        request.sampled_by(None)
+        request.sampled_by = None
         if row == self.end - 1:
             while self.end and self._requests[self.end - 1] is None:
                 self.end -= 1
@@ -207,8 +206,9 @@ class Rows:
         self.computed[row] = computed
         samples = computed >= request.num_tokens
         if samples:
-            self.prompts.pop(request, None)
-            request.sampled_by(self)
+            if self.prompts:
+                self.prompts.pop(request, None)
+            request.sampled_by = self
         else:
             self.prompts[request] = None
         self._watch(row, request, lease, samples)

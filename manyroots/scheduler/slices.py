@@ -247,6 +247,11 @@ class AdapterSlices:
             is_open |= dict.fromkeys(d for d in few if d in lanes and self.is_open(d))
         return is_open
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether a new request may have to leave rows free."""
+        return bool(self._num_kept_rows or self.without_row)
+
     def num_kept_rows(self, adapter: AdapterDigest | None) -> int:
         """Free rows that a new request must leave: those of entries paused a moment ago, which
         entries in their first quantum may use, and those of entries without a row."""
@@ -284,7 +289,7 @@ class AdapterSlices:
         self.step_id = step_id
         self._without_room = set()
         self._claims = []
-        if self.paused or self._is_crowded:
+        if self.paused or (self.entries and self._is_crowded):
             self._free_unwanted(loaded, has_room)
             self._claims = self._in_order(loaded)
             self._choose(has_room, pause)

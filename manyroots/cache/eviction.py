@@ -342,12 +342,12 @@ class Allocator:
 
     def allocate(self, plane: int, count: int) -> Units:
         """Hold this many units; the caller has checked that they are available."""
-        return self.allocate_view(plane, count).copy()
-
-    def allocate_view(self, plane: int, count: int) -> Units:
-        """Like `allocate`, but the result is valid only until units become free again."""
         self.has_allocated = True
+        self.make_room(plane, count)
+        return self._pools[plane].take(count)
+
+    def make_room(self, plane: int, count: int) -> None:
+        """Evict until this many units are free."""
         pool = self._pools[plane]
         if count > pool.num_free:
             self._evictors[plane].evict(count - pool.num_free)
-        return pool.take_view(count)

@@ -94,9 +94,12 @@ class SoleGrowth(Growth):
         num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
         need, units = num_pages - first, NO_UNITS
         if need > 0:
-            if need > self._pool.num_free + self._pool.num_cached:
-                return Refusal.NO_ROOM
-            units = lease.grow(0, self._allocator.allocate_view(0, need))
+            pool = self._pool
+            if need > pool.num_free:
+                if need > pool.num_free + pool.num_cached:
+                    return Refusal.NO_ROOM
+                self._allocator.make_room(0, need)
+            units = lease.grow(0, pool.take_view(need))
         lease.num_covered_tokens = num_pages * self._page_size
         return ((first, units),)
 

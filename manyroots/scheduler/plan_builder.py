@@ -221,7 +221,8 @@ class Placer:
 
     def chunk(self, request: Request, lease: Lease, computed: int, builder: PlanBuilder) -> int:
         """How many tokens a request may compute in this step, after those computed."""
-        num_tokens = request.num_tokens - computed
+        # Without those that a row still has: a row that samples has computed all of these.
+        num_tokens = request.num_known_tokens - computed
         if num_tokens < 1:
             num_tokens = 1  # A decoding sequence has one token to compute, known by then or not.
         if num_tokens > builder.num_tokens_left:

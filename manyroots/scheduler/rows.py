@@ -204,7 +204,7 @@ class Rows:
     def place(self, row: Row, request: Request, lease: Lease, computed: int) -> bool:
         """Plan a request's tokens up to `computed`; returns whether the last of them samples."""
         self.computed[row] = computed
-        samples = computed >= request.num_tokens
+        samples = computed >= request.num_known_tokens  # those sampled since come after these
         if samples:
             if self.prompts:
                 self.prompts.pop(request, None)

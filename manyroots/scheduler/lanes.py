@@ -74,7 +74,7 @@ class Line:
             self.rank = line[0] if line else None
             return request
         while place is not None:
-            if late and late[0] is place:
+            if late and late[0][1] == place[1]:
                 heapq.heappop(late)
             else:
                 line.popleft()

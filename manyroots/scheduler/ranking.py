@@ -28,7 +28,8 @@ class Ranked(Protocol):
 
 T = TypeVar("T", bound=Ranked)
 RankedEntry = tuple[Rank, int, T]
-"""A rank that a thing had, and a unique number so that things are never compared."""
+"""A rank that a thing had, and a unique number: things are never compared, and an entry is known
+by its number rather than its identity, which a compiler need not keep."""
 
 
 class Ranking(Generic[T]):
@@ -83,9 +84,9 @@ class Ranking(Generic[T]):
         """The rank of the first thing, computed once: every arrival reads it."""
         if not self._heap:
             return None
-        entry = self._heap[0]
-        rank, _, thing = entry
-        if self._entries.get(thing) is entry:
+        rank, number, thing = self._heap[0]
+        known = self._entries.get(thing)
+        if known is not None and known[1] == number:
             now = thing.rank
             if now == rank or (now is not None and len(self._entries) == 1):
                 return now  # the entry of a single thing may be outdated
@@ -95,9 +96,9 @@ class Ranking(Generic[T]):
         """The first thing; its entry is valid and on top of the heap."""
         heap, entries = self._heap, self._entries
         while heap:
-            entry = heap[0]
-            rank, _, thing = entry
-            counts = entries.get(thing) is entry
+            rank, number, thing = heap[0]
+            known = entries.get(thing)
+            counts = known is not None and known[1] == number
             now = thing.rank if counts else None
             if counts and (now is rank or now == rank):
                 return thing
@@ -121,8 +122,9 @@ class Ranking(Generic[T]):
         return [thing for _, _, thing in self._few[:count]]
 
     def _is_true(self, entry: RankedEntry[T]) -> bool:
-        rank, _, thing = entry
-        if self._entries.get(thing) is not entry:
+        rank, number, thing = entry
+        known = self._entries.get(thing)
+        if known is None or known[1] != number:
             return False
         now = thing.rank
         return now is rank or now == rank

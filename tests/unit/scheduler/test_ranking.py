@@ -38,3 +38,13 @@ def test_the_first_few_are_those_with_the_lowest_ranks_now(seed: int) -> None:
         count = rng.randrange(1, 8)
         assert ranking.first_few(count) == sorted(things, key=lambda t: t.rank)[:count]
         assert ranking.first_few(count) == sorted(things, key=lambda t: t.rank)[:count]
+
+
+def test_entries_count_by_number_and_not_by_identity() -> None:
+    """A compiler (mypyc) keeps tuples as values, so the heap and the table hold copies."""
+    things = [Thing((number, 0)) for number in range(3)]
+    ranking = Ranking(things)
+    ranking._heap = [(*entry,) for entry in ranking._heap]
+    assert ranking.first() is things[0]
+    assert ranking.first_rank() == things[0].rank
+    assert ranking.first_few(2) == things[:2]

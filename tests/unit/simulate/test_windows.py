@@ -82,7 +82,7 @@ def test_p07_chats_find_what_an_endless_cache_would_where_memory_suffices(
     windows: tuple[str, ...], num_pages: int
 ) -> None:
     """P07: at least 0.98 of it. Talks whose windows have moved on go on from their newest page."""
-    trace = load_trace("chat", seed=1, num_requests=50)
+    trace = load_trace("chat", seed=1, num_requests=30)
     settings = SimulationSettings(windows=windows, num_pages=num_pages)
     assert hit_rate(trace, settings) >= 0.98 * endless_hit_rate(lay_out(trace, 16))
 

@@ -30,7 +30,7 @@ from tests.helpers.tiny_adapters import TinyAdapters
 pytest.importorskip("ray")
 
 PROMPT = [(11 * i) % 290 + 5 for i in range(24)]
-MAX_REPLICAS = 2
+MAX_REPLICAS = 3
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +78,10 @@ def test_m01_g08_actors_of_a_real_ray_serve_with_adapters(
     assert tokens(served.complete("few", PROMPT)) == tiny.greedy(PROMPT, "few", 8)
 
 
-def test_m01_m03_g08_autoscaling_on_ray_goes_to_two_and_back_through_a_kill(
+def test_m01_m03_g08_autoscaling_on_ray_goes_to_three_and_back_through_a_kill(
     served: AdapterServer, tiny: TinyAdapters
 ) -> None:
-    """Under load there are two. One of them is killed: Ray starts it again, and each answer is
+    """Under load there are three. One of them is killed: Ray starts it again, and each answer is
     right. Without load, one is left."""
     asked = [
         Asked(completion(adapter or MODEL, PROMPT, 24), tiny.greedy(PROMPT, adapter, 24))

@@ -42,11 +42,12 @@ def run(pair: Pair, requests: dict[str, tuple[str | None, list[int]]], chunk: in
         assert_close("logits", torch.cat(got[name]), wanted, torch.float32)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"), request.param, ADAPTERS)
 
 
+@pytest.mark.parametrize("pair", KINDS, indirect=True)
 def test_each_adapter_alone_gives_pefts_logits_w13_w14(pair: Pair) -> None:
     """W13, W14: rank-stabilised scaling, patterns, per-module ranks; every module."""
     base = pair.expected(None, prompt(1, 19))
@@ -55,6 +56,7 @@ def test_each_adapter_alone_gives_pefts_logits_w13_w14(pair: Pair) -> None:
         assert (pair.expected(name, prompt(1, 19)) - base).abs().max() > 0.1, "it changes something"
 
 
+@pytest.mark.parametrize("pair", KINDS, indirect=True)
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_eight_adapters_and_the_base_in_one_batch_give_pefts_logits_w17(
     pair: Pair, chunk: int | None

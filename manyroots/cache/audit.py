@@ -74,7 +74,7 @@ def audit(cache: PrefixCache) -> None:
     units_balance(view)
     holders_are_leases_transfers_and_keeps(view)
     path_holds_are_true(view)
-    free_units_are_nobodys(view)
+    free_units_have_no_owner(view)
     nodes_are_linked(view)
     namespaces_know_where_they_begin(view)
     first_pages_are_counted(view)
@@ -178,7 +178,7 @@ def path_holds_are_true(view: AuditView) -> None:
             assert set(units.tolist()) == set(held.units.tolist()), "a hold on another path"
 
 
-def free_units_are_nobodys(view: AuditView) -> None:
+def free_units_have_no_owner(view: AuditView) -> None:
     for each in view.pools:
         free = each.free
         assert len(set(free)) == each.pool.num_free == len(free), "a unit is free twice"

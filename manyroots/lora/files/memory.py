@@ -48,11 +48,11 @@ class MemoryFile(AdapterFile):
 
     def bytes_at(self, offset: int, room: memoryview) -> memoryview:
         number = bisect.bisect_right(self._ends, offset)
-        end = offset + len(room)
-        if number == len(self._ends) or end > self._ends[number]:
-            return super().bytes_at(offset, room)
-        piece, last = self._pieces[number], self._ends[number]
-        return piece[len(piece) - (last - offset) : len(piece) - (last - end)]
+        if number == len(self._ends) or offset + len(room) > self._ends[number]:
+            return super().bytes_at(offset, room)  # of several pieces
+        piece = self._pieces[number]
+        start = offset - (self._ends[number] - len(piece))
+        return piece[start : start + len(room)]
 
     def check_unchanged(self) -> None:
         """It can't have."""

@@ -20,7 +20,7 @@ from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
 PREFIX = f"s3://{BUCKET}/public"
-NUM_ADAPTERS = 100
+NUM_ADAPTERS = 200
 """Many more than host memory has room for."""
 WEIGHTS = "adapter_model.safetensors"
 
@@ -48,7 +48,7 @@ def server(tiny: TinyAdapters, s3: FaultyS3) -> Iterator[AdapterServer]:
         yield server
 
 
-def test_a04_100_adapters_come_on_demand_and_each_gives_its_own_answer(
+def test_a04_200_adapters_come_on_demand_and_each_gives_its_own_answer(
     server: AdapterServer, s3: FaultyS3, tiny: TinyAdapters
 ) -> None:
     names = [f"team/a{number}" for number in range(NUM_ADAPTERS)]

@@ -1,4 +1,4 @@
-"""`manyroots serve --replicas 2`: real engines, one address; replicas die and adapters change."""
+"""`manyroots serve --replicas 3`: real engines, one address; replicas die and adapters change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.helpers.replica_load import Asked, StreamLoad
 from tests.helpers.tiny_adapters import ATTENTION, TinyAdapters
 
 PROMPT = [(7 * i) % 290 + 5 for i in range(40)]
-NUM_REPLICAS = 2
+NUM_REPLICAS = 3
 
 
 @pytest.fixture(scope="module")

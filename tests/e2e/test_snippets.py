@@ -34,7 +34,7 @@ SMALLER = {
     "docs/tutorials/many-adapters.md": ("200", "40"),
     "docs/tutorials/size-a-deployment.md": ("--num-requests 100", "--num-requests 30"),
 }
-"""By page: a count, and what stands for it here. `test_adapter_sources.py` serves 100 adapters."""
+"""By page: a count, and what stands for it here. `test_adapter_sources.py` serves 200 adapters."""
 
 
 def readme_flags() -> list[str]:

@@ -35,15 +35,19 @@ _FLOAT32 = ("--dtype", "float32")
 
 
 def children_of(pid: int) -> list[int]:
-    """Of any of its threads."""
+    """Of any of its threads. A thread may end while it is asked."""
     found: list[int] = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += map(int, listed.read_text().split())
+        with contextlib.suppress(OSError):
+            found += map(int, listed.read_text().split())
     return found
 
 
 def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    """Nothing for a process that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""
 
 
 def pauses() -> Iterator[float]:

@@ -24,6 +24,7 @@ from manyroots.lora.targets import TargetKind
 from manyroots.messages import Output, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
+from tests.e2e.conftest import children_of
 from tests.helpers.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.slow_steps import slow_steps
@@ -201,27 +202,20 @@ def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> Non
 def test_weights_that_no_rank_can_load_leave_no_process_behind(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    before = children(os.getpid())  # a server of other tests, perhaps
+    before = children_of(os.getpid())  # a server of other tests, perhaps
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         build_engine(settings(tmp_path, 2))
-    assert children(os.getpid()) == before
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
+    assert children_of(os.getpid()) == before
 
 
 def test_r04_an_engine_in_ones_own_process_raises_when_a_rank_has_died(tmp_path: Path) -> None:
     """R04: also without a server: the next step raises, and closing does not hang."""
     save_tiny(tmp_path)
-    before = children(os.getpid())
+    before = children_of(os.getpid())
     engine = build_engine(settings(tmp_path, 2))
     began = time.monotonic()
     try:
-        [rank] = set(children(os.getpid())) - set(before)
+        [rank] = set(children_of(os.getpid())) - set(before)
         engine.loop.handle(submit(1, SAMPLINGS[0]))
         engine.loop.step()
         os.kill(rank, signal.SIGKILL)
@@ -233,7 +227,7 @@ def test_r04_an_engine_in_ones_own_process_raises_when_a_rank_has_died(tmp_path:
     finally:
         engine.loop.close()
     assert time.monotonic() - began < AT_ONCE_S
-    assert children(os.getpid()) == before
+    assert children_of(os.getpid()) == before
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -253,7 +247,7 @@ def test_r04_a_dead_rank_fails_its_requests_and_readiness_at_once(
         try:
             await client.start()
             assert client.pid is not None
-            [rank] = children(client.pid)
+            [rank] = children_of(client.pid)
             stream = client.generate(submit(1, SamplingParams(max_tokens=200, ignore_eos=True)))
             if is_busy:
                 await anext(stream)

@@ -329,7 +329,10 @@ class EngineLoop:
         return controls
 
     def take_replies(self) -> list[LoraReply]:
-        """Replies to loads and unloads since the last call."""
+        """Replies to loads and unloads since the last call. A read that ended during a step is told
+        now, not after the next step."""
+        if self.preparation.has_outcomes:
+            self._gathered.outputs.extend(self.preparation.poll())
         return self.preparation.take_replies()
 
     def take_loads(self) -> list[LoadTime]:

@@ -232,6 +232,24 @@ def test_a_failed_load_leaves_what_the_name_meant(make: Any) -> None:
     assert directory.outputs[3][0].error_kind is ErrorKind.NOT_FOUND
 
 
+def test_s03_a_read_that_ends_during_a_step_is_told_after_that_step(make: Any) -> None:
+    directory = make()
+    path = directory.write("late")
+    directory.submit(1, None)
+    directory.step()
+    directory.files.gate.clear()
+    directory.load(7, "late", path)
+    waits = directory.submit(2, "late")
+    directory.step()
+    assert not directory.loop.take_replies()
+    directory.files.gate.set()
+    directory.loop.wait_for_read()
+    [reply] = directory.loop.take_replies()
+    assert (reply.op_id, reply.error) == (7, None)
+    directory.run()
+    assert directory.tokens(2) == expected(waits, "late")
+
+
 def test_w04_unloading_lets_running_requests_finish_and_refuses_new_ones(make: Any) -> None:
     """W04: and the reply says that it drains, what it freed and what not."""
     directory = make("a")

@@ -13,7 +13,11 @@ import numpy as np
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.suffixes import NO_TOKENS
 from manyroots.speculative_config import MAX_DRAFT_TOKENS
-from manyroots.step import Floats, Int32s
+from manyroots.step import Int32s
+
+Drafts = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+"""For each position of an answer, the guesses of the tokens from there on."""
+_NONE: Drafts = np.empty((0, MAX_DRAFT_TOKENS), np.int32)
 
 
 class RecordedDrafts:
@@ -25,29 +29,34 @@ class RecordedDrafts:
         self._acceptance = acceptance
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
-        self._answers: dict[bytes, tuple[Int32s, Floats]] = {}
-        """By prompt: its answer, and for each position the random numbers of a draft from there
-        on. They are drawn here, since drafts are made between two steps that are timed."""
+        self._drafts: dict[bytes, Drafts] = {}
+        """By prompt. They are made when it is recorded: a guess is asked for between two steps
+        that are timed."""
+        self._of_requests: dict[int, Drafts] = {}
+        """By the order of arrival."""
 
     def record(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
         said = np.asarray(answer, np.int32)
-        drawn = self._rng.random((len(said), MAX_DRAFT_TOKENS), np.float32)
-        self._answers[np.asarray(prompt, np.int32).tobytes()] = (said, drawn)
+        ahead = np.concatenate((said, np.zeros(MAX_DRAFT_TOKENS, np.int32)))
+        drafts = np.lib.stride_tricks.sliding_window_view(ahead, MAX_DRAFT_TOKENS)[: len(said)]
+        is_wrong = self._rng.random(drafts.shape, np.float32) >= self._acceptance
+        drafts = np.where(is_wrong, (drafts + 1) % self._vocab_size, drafts).astype(np.int32)
+        self._drafts[np.asarray(prompt, np.int32).tobytes()] = drafts
 
     def guess(self, request: Request, most: int) -> Int32s:
-        prompt = request.tokens[: request.num_prompt_tokens].tobytes()
-        if prompt not in self._answers:
-            return NO_TOKENS
-        answer, drawn = self._answers[prompt]
+        drafts = self._of_requests.get(request.serial)
+        if drafts is None:
+            prompt = request.tokens[: request.num_prompt_tokens].tobytes()
+            drafts = self._of_requests[request.serial] = self._drafts.get(prompt, _NONE)
         said = request.num_tokens - request.num_prompt_tokens
-        draft = answer[said : said + most]
-        if not len(draft):
+        if said >= len(drafts):
             return NO_TOKENS
-        is_wrong = drawn[said, : len(draft)] >= self._acceptance
-        return np.where(is_wrong, (draft + 1) % self._vocab_size, draft).astype(np.int32)
+        return drafts[said, : min(most, len(drafts) - said)]
 
     def ended(self, request: Request) -> None:
         """What a request says beside its recording is not learned."""
+        self._of_requests.pop(request.serial, None)
 
     def forget(self) -> None:
-        self._answers.clear()
+        self._drafts.clear()
+        self._of_requests.clear()

@@ -256,10 +256,16 @@ class PrefixCache:
         return self._growth.can_reach(lease, num_computed, num_tokens, num_step_tokens)
 
     def extend(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+        self,
+        lease: Lease,
+        num_computed: int,
+        num_tokens: int,
+        step_id: StepId,
+        most_tokens: int = 0,
     ) -> Extension | Refusal:
-        """Units for a step that extends the lease from `num_computed` to `num_tokens` tokens."""
-        return self._growth.extend(lease, num_computed, num_tokens, step_id)
+        """Units for a step that extends the lease from `num_computed` to `num_tokens` tokens.
+        `most_tokens`: up to here, the page of the next token may be included if one is free."""
+        return self._growth.extend(lease, num_computed, num_tokens, step_id, most_tokens)
 
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId

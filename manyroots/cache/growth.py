@@ -75,9 +75,15 @@ class Growth:
         return self._has_room(lease, num_computed, needs)
 
     def extend(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+        self,
+        lease: Lease,
+        num_computed: int,
+        num_tokens: int,
+        step_id: StepId,
+        most_tokens: int = 0,
     ) -> Extension | Refusal:
-        """Units for a step that extends the lease from `num_computed` to `num_tokens` tokens."""
+        """As `PrefixCache.extend`. Includes no page of the next token: a window may free units
+        before it, and a state may have to be saved."""
         if lease.num_sure_tokens is not None:
             raise behind_drafts(lease)
         if self._stateful and num_tokens - num_computed != self.clip(
@@ -92,12 +98,14 @@ class Growth:
             return Refusal.NO_ROOM
         if self._unordered:
             self._drop_behind_window(lease, num_computed)
-        first = [len(table) for table in lease.tables]
-        units = [self._grow(lease, family, count) for family, count in enumerate(needs)]
+        first = tuple(map(len, lease.tables))
+        for family, count in enumerate(needs):
+            if count:
+                self._grow(lease, family, count)
         if self._stateful:
             self._states.save(lease, num_tokens, step_id)
         lease.num_covered_tokens = self._covered(num_tokens)
-        return tuple(zip(first, units, strict=True))
+        return first
 
     def draft(
         self,
@@ -190,9 +198,7 @@ class Growth:
                     return False
         return True
 
-    def _grow(self, lease: Lease, family: int, count: int) -> Units:
-        if count == 0:
-            return NO_UNITS
+    def _grow(self, lease: Lease, family: int, count: int) -> None:
         is_state = bool(self._stateful) and self._layout.device[family].family.is_state
         if is_state:
             self._states.make_room(family)
@@ -200,7 +206,6 @@ class Growth:
         lease.grow(family, units)
         if is_state:
             self._states.start(lease, family, int(units[0]))
-        return units
 
     def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
         """Units of one family that `extend` frees before it takes any."""

@@ -130,8 +130,8 @@ class Lease:
         if self.limit is Limit.COLD:
             self.limit = Limit.STORAGE
 
-    def grow(self, family: int, units: Units) -> Units:
-        """Extend a table; returns its new part. Views that others have of it stay valid."""
+    def grow(self, family: int, units: Units) -> None:
+        """Extend a table. Views that others have of it stay valid."""
         table, room = self.tables[family], self._rooms[family]
         first = len(table)
         end = first + len(units)
@@ -140,7 +140,6 @@ class Lease:
         else:
             room[first:end] = units
         self.tables[family] = room[:end]
-        return room[first:end]
 
     def shrink(self, family: int, num_pages: int) -> Units:
         """Cut a table to this many pages; returns the units after them."""

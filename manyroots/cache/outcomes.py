@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from manyroots.cache.planes import Units
 from manyroots.ids import Tier
 from manyroots.messages import StorageStats
 
@@ -33,8 +32,8 @@ class Ending(enum.Enum):
     """Failed, or never started."""
 
 
-Extension = tuple[tuple[int, Units], ...]
-"""By family: the table index of the new units for a step, and the units."""
+Extension = tuple[int, ...]
+"""By family: where the new units for a step begin in its table."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.matching import Limit, Match, path_units
 from manyroots.cache.outcomes import Extension, Refusal
-from manyroots.cache.planes import NO_UNITS, Units
+from manyroots.cache.planes import Units
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.states import States
 from manyroots.cache.tree import Node, PathHold, Walk
@@ -87,21 +87,28 @@ class SoleGrowth(Growth):
         return need <= self._pool.num_free + self._pool.num_cached
 
     def extend(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+        self,
+        lease: Lease,
+        num_computed: int,
+        num_tokens: int,
+        step_id: StepId,
+        most_tokens: int = 0,
     ) -> Extension | Refusal:
         if lease.num_sure_tokens is not None:
             raise behind_drafts(lease)
-        num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
-        need, units = num_pages - first, NO_UNITS
+        pool, first = self._pool, len(lease.tables[0])
+        num_pages = -(-num_tokens // self._page_size)
+        if num_tokens < most_tokens and num_pages - first < pool.num_free:
+            num_pages = num_tokens // self._page_size + 1
+        need = num_pages - first
         if need > 0:
-            pool = self._pool
             if need > pool.num_free:
                 if need > pool.num_free + pool.num_cached:
                     return Refusal.NO_ROOM
                 self._allocator.make_room(0, need)
-            units = lease.grow(0, pool.take_view(need))
+            lease.grow(0, pool.take_view(need))
         lease.num_covered_tokens = num_pages * self._page_size
-        return ((first, units),)
+        return (first,)
 
     def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         if len(leases) > self._pool.num_available:

@@ -442,7 +442,8 @@ class Admission:
         if are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, builder)
-        extension = self._cache.extend(lease, computed, computed + num_tokens, builder.step_id)
+        end, most_tokens = computed + num_tokens, request.max_num_tokens - 1
+        extension = self._cache.extend(lease, computed, end, builder.step_id, most_tokens)
         if isinstance(extension, Refusal):
             return False
         self._start(request, lease, builder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from operator import methodcaller
 from typing import TypeVar
 
 import numpy as np
@@ -31,7 +30,8 @@ from manyroots.step import (
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-_TO_INT32 = methodcaller("astype", np.int32)
+_INT32 = np.dtype(np.int32)
+"""A dtype: numpy takes longer to find the one of a type."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class PlanBuilder:
                 request.known_tokens,
                 request.num_prompt_tokens,
                 num_computed,
-                tuple(map(_TO_INT32, lease.tables)),
+                tuple([table.astype(_INT32) for table in lease.tables]),
                 sampling,
                 submit.seed,
                 submit.stop_ids,
@@ -155,14 +155,16 @@ class PlanBuilder:
             )
         )
 
-    def grow(self, row: Row, extension: Extension) -> None:
+    def grow(self, row: Row, lease: Lease, extension: Extension) -> None:
         """Extend a row's tables."""
-        for family, (first, units) in enumerate(extension):
-            if len(units):
-                places = np.arange(first, first + len(units), dtype=np.int32)
-                rows = np.empty(len(units), np.int32)
+        for family, (table, first) in enumerate(zip(lease.tables, extension, strict=True)):
+            end = len(table)
+            if end > first:
+                places = np.arange(first, end, dtype=np.int32)
+                rows = np.empty(end - first, np.int32)
                 rows.fill(row)
-                self._growth.append(NewPages(family, rows, places, units.astype(np.int32)))
+                pages = table[first:].astype(np.int32)
+                self._growth.append(NewPages(family, rows, places, pages))
 
     def to_plan(
         self,

@@ -312,7 +312,7 @@ class Scheduler:
             end = computed + 1 + len(tokens)
             extension = self._cache.draft(lease, computed, computed + 1, end, builder.step_id)
             if not isinstance(extension, Refusal):
-                builder.grow(row, extension)
+                builder.grow(row, lease, extension)
                 builder.place_draft(row, tokens)
                 left -= len(tokens)
 
@@ -347,7 +347,7 @@ class Scheduler:
             return
         extension = self._extend(request, lease, computed, computed + num_tokens, builder)
         if extension is not None:
-            builder.grow(row, extension)
+            builder.grow(row, lease, extension)
             self._placer.place(request, lease, computed, num_tokens, builder)
 
     def _extend(
@@ -355,7 +355,8 @@ class Scheduler:
     ) -> Extension | None:
         """Pages for a running request, by preempting others if needed. None if it cannot have them
         now, or was retracted itself."""
-        extension = self._cache.extend(lease, begin, end, builder.step_id)
+        most_tokens = request.max_num_tokens - 1
+        extension = self._cache.extend(lease, begin, end, builder.step_id, most_tokens)
         while isinstance(extension, Refusal):
             if not self._admission.give_way() and not self._cache.prefer_own(lease):
                 victim = self._victims.for_running(request, builder)
@@ -364,7 +365,7 @@ class Scheduler:
                 self._retract(victim, builder)
                 if victim is request:
                     return None
-            extension = self._cache.extend(lease, begin, end, builder.step_id)
+            extension = self._cache.extend(lease, begin, end, builder.step_id, most_tokens)
         return extension
 
     def _resume(self, builder: PlanBuilder) -> None:

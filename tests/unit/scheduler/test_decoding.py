@@ -43,6 +43,20 @@ def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
     assert next_victim(engine) == 2
 
 
+@pytest.mark.parametrize(
+    ("num_pages", "max_tokens", "num_first"), [(9, 4, 3), (2, 4, 2), (9, 1, 2), (9, 2, 3)]
+)
+def test_a_full_prompt_gets_its_next_tokens_page_with_it(
+    num_pages: int, max_tokens: int, num_first: int
+) -> None:
+    """With pages of 4, a prompt of 8 tokens fills two. The page of its first output token comes
+    with them, if one is free and that token is computed at all."""
+    engine = SchedulerHarness(depth=0, page_size=4, num_pages=num_pages, max_model_len=64)
+    engine.scheduler.submit(submit(0, [1, 2, 3, 4, 5, 6, 7, 8], max_tokens=max_tokens))
+    plan = plan_of(engine)
+    assert len(plan.arrivals[0].page_tables[0]) == num_first
+
+
 def test_of_requests_equally_cheap_to_resume_the_youngest_is_retracted() -> None:
     engine = SchedulerHarness(depth=0, page_size=4)
     for number in range(3):

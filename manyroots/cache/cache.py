@@ -72,8 +72,22 @@ SOLE = Kinds(SolePublisher, SoleGrowth, SoleHolder)
 """For one family that keeps every page, on the device only."""
 
 
+class ReuseCounts:
+    """What started requests looked up since the start, in tokens."""
+
+    __slots__ = ("missed_tokens", "num_hit_tokens", "num_host_hit_tokens", "num_lookup_tokens")
+
+    def __init__(self) -> None:
+        self.num_lookup_tokens = self.num_hit_tokens = self.num_host_hit_tokens = 0
+        self.missed_tokens: Counter[Limit] = Counter()
+        """By the reason that they were not found."""
+
+
 class PrefixCache:
-    """Units for running requests, and the index of what can be reused."""
+    """Units for running requests, and the index of what can be reused.
+
+    With over 30 attributes Python 3.11 finds its methods slowly, and planning calls many.
+    """
 
     def __init__(self, layout: CacheLayout, policies: CachePolicies) -> None:
         self.layout = layout
@@ -120,14 +134,11 @@ class PrefixCache:
         )
         self._onboarding = Onboarding(self.index, self._allocator, self.transfers)
         self.loans = Loans(self.index, self.evictors, self.costs)
-        self._tree = self.index.tree
-        self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
         self._is_sole = layout.is_sole
         self._learns_turns = any(plane.family.reach is not None for plane in layout.device)
         self._next_serial = 1
-        self._missed: Counter[Limit] = Counter()
-        self._total_lookup = self._total_hit = self._total_host_hit = 0
+        self._reuse = ReuseCounts()
         self.left_storage_alone = False
         """Whether the last `prefetch` did not ask storage, although storage may have something."""
 
@@ -154,8 +165,8 @@ class PrefixCache:
         nodes, depth, ahead, limit = self._holder.walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
-        cursor = nodes[-1] if nodes else self._tree.root
-        lease = self.open_leases[serial] = Lease(key, cursor, self._num_families, serial)
+        cursor = nodes[-1] if nodes else self.index.tree.root
+        lease = self.open_leases[serial] = Lease(key, cursor, len(self.layout.device), serial)
         lease.limit, lease.junction, lease.ahead = limit, depth, ahead
         lease.num_prompt_tokens, lease.retention = num_prompt_tokens, retention
         if depth == 0:
@@ -190,12 +201,13 @@ class PrefixCache:
             return
         if self._learns_turns and lease.junction:
             self.next_turns.parted(nearest_attached(lease.cursor), lease.junction)
-        self._total_lookup += num_tokens
-        self._total_hit += num_cached
-        self._total_host_hit += lease.num_host_tokens
+        counts = self._reuse
+        counts.num_lookup_tokens += num_tokens
+        counts.num_hit_tokens += num_cached
+        counts.num_host_hit_tokens += lease.num_host_tokens
         num_missed = (num_tokens - 1) // self.page_size * self.page_size - num_cached
         if num_missed > 0:
-            self._missed[lease.limit] += num_missed
+            counts.missed_tokens[lease.limit] += num_missed
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
@@ -614,10 +626,10 @@ class PrefixCache:
                            pool.num_cached, pool.num_held)
                 for plane, pool in zip(self.layout.planes, self.index.pools, strict=True)
             ),
-            total_lookup_tokens=self._total_lookup,
-            total_hit_tokens=self._total_hit,
-            total_host_hit_tokens=self._total_host_hit,
-            missed_tokens={limit.label: n for limit, n in self._missed.items()},
+            total_lookup_tokens=self._reuse.num_lookup_tokens,
+            total_hit_tokens=self._reuse.num_hit_tokens,
+            total_host_hit_tokens=self._reuse.num_host_hit_tokens,
+            missed_tokens={limit.label: n for limit, n in self._reuse.missed_tokens.items()},
             total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
             storage=self.storage.stats() if self._policies.uses_storage else None,

@@ -55,17 +55,14 @@ class SoleHolder(Holder):
         return num_pages * self._page_size
 
     def give_back(self, lease: Lease) -> None:
-        held, table = lease.path_hold, lease.tables[0]
-        if held is None:
-            self._pool.drop(table)
-            return
-        if len(table) > held.depth:
-            self._pool.drop(table[held.depth :])
-        held.num_leases -= 1
-        if held.num_leases == 0:
-            self._pool.drop(held.units)
-            if held.node.path_hold is held:
+        held, units = lease.path_hold, lease.tables[0]
+        if held is not None:
+            held.num_leases -= 1
+            if held.num_leases:
+                units = units[held.depth :]
+            elif held.node.path_hold is held:
                 held.node.path_hold = None
+        self._pool.drop(units)
 
 
 class SoleGrowth(Growth):

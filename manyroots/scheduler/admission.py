@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import islice
 
 from manyroots.cache.cache import PrefixCache
@@ -30,6 +31,8 @@ from manyroots.scheduler.slices import AdapterSlices, Pause
 
 MakeWay = Callable[[Request, PlanBuilder], bool]
 """Retracts a request that is less important than the given one; False if there is none."""
+_cache_use = lru_cache(256)(CacheUse)
+"""Nearly all requests have one of a few: none is ever changed, so they share it."""
 LEAST_IMPORTANT = 2**63
 """Greater than the importance of any request."""
 
@@ -51,6 +54,7 @@ class Admission:
         self._adapters = adapters
         self._rows = rows
         self._importance = policy.importance
+        self._charges_tokens = policy.charges_tokens
         self._placer = Placer(settings, cache)
         self._max_model_len = max_model_len
         self.waiting = WaitingQueue(policy)
@@ -355,7 +359,7 @@ class Admission:
         request.lease = lease
         if request.skips_storage:
             lease.blame_storage()
-        if self.waiting.policy.charges_tokens:
+        if self._charges_tokens:
             self.waiting.charge(request, self._num_known(request, lease))
         return lease
 
@@ -367,7 +371,7 @@ class Admission:
     def _drop_claim(self, request: Request) -> None:
         lease = request.lease
         assert lease is not None
-        if self.waiting.policy.charges_tokens:
+        if self._charges_tokens:
             self.waiting.charge(request, -self._num_known(request, lease))
         self._cache.release(lease, Ending.DROPPED)
         request.lease = None
@@ -489,7 +493,7 @@ class Admission:
             num_host = lease.num_host_tokens
             num_stored = min(request.num_fetched_tokens, num_host) if num_host else 0
             self.total_storage_hit_tokens += num_stored
-            request.cache_use = CacheUse(num_host - num_stored, num_stored, lease.limit.label)
+            request.cache_use = _cache_use(num_host - num_stored, num_stored, lease.limit.label)
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_known_tokens, is_first)
         num_computed = lease.num_cached_tokens

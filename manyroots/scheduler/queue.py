@@ -72,9 +72,7 @@ class WaitingQueue:
     ) -> Lane | None:
         """The lane, among these, from which the next request is taken."""
         first = order.first()
-        if first is None or first.rank is None:
-            return None
-        return self.policy.next_lane(first, self.lanes, is_open)
+        return None if first is None else self.policy.next_lane(first, self.lanes, is_open)
 
     def requests_of(self, adapter: AdapterDigest) -> list[Request]:
         """All requests that wait for an adapter, in the order of arrival."""

@@ -110,6 +110,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 """Those with experts, and how wide these are."""
+_NUM_CLIPPED = 8
+"""Of an expert's gates, and of its ups."""
 VOCAB = 97
 """Which no tile of a kernel divides."""
 MAX_LEN = 512
@@ -193,6 +195,8 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
     if kind in ("gemma2", "gemma3"):
         _shrink_embedding(base / "model.safetensors")
+    if kind == "deepseek-v4":
+        _clip_few(base / "model.safetensors")
     if is_decisive and kind in MIXTURES:
         _decide_experts(base / "model.safetensors")
     if fp8:
@@ -274,6 +278,19 @@ def _shrink_embedding(path: Path) -> None:
     """So that what layers add counts beside what Gemma's embedding, scaled, begins with."""
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"] /= math.sqrt(_SIZES["hidden_size"])
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _clip_few(path: Path) -> None:
+    """Tiny models of this kind have gates and ups so large that most are clipped, and their experts
+    give up to 150. Here some gates and other ups are clipped, so a product of both stays small."""
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".ffn.experts." in name and name.endswith(("w1.weight", "w3.weight")):
+            first = _NUM_CLIPPED if name.endswith("w3.weight") else 0
+            is_small = torch.ones(len(tensor), dtype=torch.bool)
+            is_small[first : first + _NUM_CLIPPED] = False
+            tensor[is_small] *= _SIZES["initializer_range"] / tensor.std()
     save_file(tensors, path, metadata={"format": "pt"})
 
 

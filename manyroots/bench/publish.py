@@ -29,7 +29,7 @@ from manyroots.engine.adapter_tensors import memory_adapter
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
-from manyroots.ids import AdapterName, RequestId
+from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE
 from manyroots.messages import Abort, PublishLora, Submit
 from manyroots.models.source import resolve_source
@@ -62,6 +62,10 @@ class _Bench:
         self._ids = itertools.count(1)
         self._rng = np.random.default_rng(workload.seed)
         self.step_s: list[float] = []
+        self.copy_s: list[float] = []
+        """Of tensors into the form of an adapter's files."""
+        self.load_s: dict[Tier, list[float]] = {}
+        """Of adapters to each tier."""
 
     def submit(self, adapter: AdapterName | None, prompt_len: int, count: int) -> RequestId:
         number = RequestId(next(self._ids))
@@ -83,7 +87,9 @@ class _Bench:
     def publish(self, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         """Until requests of the name are computed by these."""
         op_id = next(self._ids)
+        begin = time.perf_counter()
         adapter = memory_adapter(tensors, config)
+        self.copy_s.append(time.perf_counter() - begin)
         self._loop.handle(PublishLora(op_id, _NAME, adapter, self._workload.pinned))
         while True:
             for reply in self._loop.take_replies():
@@ -92,6 +98,10 @@ class _Bench:
                         raise RuntimeError(reply.error)
                     return
             self.step()
+
+    def note_loads(self) -> None:
+        for load in self._loop.take_loads():
+            self.load_s.setdefault(load.target, []).append(load.seconds)
 
     @contextmanager
     def streaming(self, max_model_len: int) -> Iterator[None]:
@@ -145,6 +155,7 @@ def run_publish(workload: PublishWorkload, engine: dict[str, Any]) -> dict[str, 
                 asked = bench.submit(_NAME, workload.prompt_len, 1)
                 while asked not in bench.step():
                     pass
+                bench.note_loads()
                 if number >= 0:  # the first two compile and allocate
                     first_token_s.append(time.perf_counter() - begin)
                     published_s.append(ready - begin)
@@ -159,6 +170,9 @@ def run_publish(workload: PublishWorkload, engine: dict[str, Any]) -> dict[str, 
         "adapter_bytes": size,
         "tensors_to_first_token_ms": _told(first_token_s),
         "tensors_to_published_ms": _told(published_s),
+        "copy_of_tensors_ms": _told(bench.copy_s[2:]),
+        "check_and_hash_ms": _told(bench.load_s[Tier.HOST][2:]),
+        "to_the_device_ms": _told(bench.load_s[Tier.DEVICE][2:]),
         "stream_step_ms": _told(alone_s),
         "stream_step_while_publishing_ms": _told(bench.step_s),
     }

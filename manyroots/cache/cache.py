@@ -208,7 +208,7 @@ class PrefixCache:
         num_missed = (num_tokens - 1) // self.page_size * self.page_size - num_cached
         if num_missed > 0:
             counts.missed_tokens[lease.limit] += num_missed
-        if lease.limit is Limit.TIER:
+        if self.layout.host and lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
     @property

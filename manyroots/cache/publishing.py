@@ -107,8 +107,9 @@ class Publisher:
             nodes = self.publish(lease, tokens, num_pages, step_id, False)
             if nodes:
                 self._pending[step_id].append((lease.serial, nodes))
-        if lease.checkpoints:
-            self._saved += [(lease, each) for each in lease.checkpoints if each.step_id == step_id]
+        for saved in lease.checkpoints:
+            if saved.step_id == step_id:
+                self._saved.append((lease, saved))
 
     def announce_checkpoints(self) -> None:
         """A step is planned: the next one may restore the prompt states that it saves. The step

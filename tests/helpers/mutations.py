@@ -2646,10 +2646,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cache/publishing.py",
-        "            self._saved += [(lease, each) for each in lease.checkpoints if "
-        "each.step_id == step_id]\n",
-        "            for each in lease.checkpoints:\n"
-        "                self._announce_checkpoint(lease, each)\n",
+        "            if saved.step_id == step_id:\n"
+        "                self._saved.append((lease, saved))\n",
+        "            self._announce_checkpoint(lease, saved)\n",
         "a step restores a state that it saves itself",
         (f"{STATE_BURSTS}test_c05_p12_a_step_restores_no_state_that_it_saves_itself",),
     ),

@@ -2,8 +2,8 @@
 
 Shell blocks talk to one server with the example adapters, started with the README's own flags. Only
 the port is another, and some large counts are smaller (`SMALLER`). Python blocks run in a process
-of their own. The blocks of a tutorial run one after the other in a folder of their own, where files
-of earlier blocks are.
+of their own, where transformers reads GGUF files with `quick_gguf`. The blocks of a tutorial run
+one after the other in a folder of their own, where files of earlier blocks are.
 """
 
 from __future__ import annotations
@@ -82,9 +82,13 @@ def test_d01_a_block_of_the_docs_runs(
         server: Server = request.getfixturevalue("server")
         text = text.replace(ADDRESS, server.url)
     command = {"sh": ["bash", "-euc"], "python": [sys.executable, "-c"]}[snippet.language]
+    environment = ENVIRONMENT
+    if "gguf_file=" in text:
+        command = [sys.executable, "-m", "tests.helpers.quick_gguf"]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, text], cwd=folders(snippet.page), capture_output=True, text=True,
-        timeout=4 * PATIENCE_S, check=False, env=ENVIRONMENT,
+        timeout=4 * PATIENCE_S, check=False, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip(), "it prints nothing"

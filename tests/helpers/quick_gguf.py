@@ -1,11 +1,13 @@
 """Has transformers read a GGUF file in a third of the time.
 
 For each module of a model it builds the table of all tensor names again, and it reads a file's
-metadata once for the config and once for the weights.
+metadata once for the config, once for the weights and once for the tokenizer.
+`python -m tests.helpers.quick_gguf TEXT` runs a Python text so.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -22,3 +24,8 @@ def quick_gguf() -> Iterator[None]:
         mock.patch.object(gguf, "GGUFReader", cache(gguf.GGUFReader)),
     ):
         yield
+
+
+if __name__ == "__main__":
+    with quick_gguf():
+        exec(sys.argv[1], {"__name__": "__main__"})

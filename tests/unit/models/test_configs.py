@@ -62,13 +62,17 @@ def theirs(written: Mapping[str, Any], folder: Path) -> Any:
 
 
 def theirs_at_once(written: Mapping[str, Any], folder: Path) -> Any:
-    """The same without the search for files of many other names, which takes longer."""
+    """The same without the search for files of many other names and without a text of the config
+    for a log that is off. Both take longer."""
     (folder / "config.json").write_text(json.dumps(written))
 
     def read(*_: object, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         return PreTrainedConfig._dict_from_json_file(folder / "config.json"), options
 
-    with mock.patch.object(PreTrainedConfig, "get_config_dict", read):
+    with (
+        mock.patch.object(PreTrainedConfig, "get_config_dict", read),
+        mock.patch.object(PreTrainedConfig, "__repr__", object.__repr__),
+    ):
         return AutoConfig.from_pretrained(folder)
 
 

@@ -21,7 +21,6 @@ from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
-import manyroots
 from manyroots.errors import ManyrootsError
 
 SEEDS_PER_SLICE = 10
@@ -120,12 +119,15 @@ class SliceFile:
 
 @cache
 def code_digest() -> str:
-    """Which code this is: a number of all the package's source."""
-    package = Path(manyroots.__file__).parent
+    """Which code this is: a number of the sources that the soak has imported. Other rooms may
+    change between two parts of one soak."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode())
-        digest.update(path.read_bytes())
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] in ("__main__", "manyroots", "tests") and getattr(
+            module, "__file__", None
+        ):
+            digest.update(f"{name}\n".encode())
+            digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
 

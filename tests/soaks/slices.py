@@ -121,13 +121,12 @@ class SliceFile:
 def code_digest() -> str:
     """Which code this is: a number of the sources that the soak has imported. Other rooms may
     change between two parts of one soak."""
-    digest = hashlib.sha256()
+    digest, ours = hashlib.sha256(), {"__main__", "manyroots", "tests"}
     for name, module in sorted(sys.modules.items()):
-        if name.split(".")[0] in ("__main__", "manyroots", "tests") and getattr(
-            module, "__file__", None
-        ):
+        path = getattr(module, "__file__", None)
+        if path and name.partition(".")[0] in ours:
             digest.update(f"{name}\n".encode())
-            digest.update(Path(str(module.__file__)).read_bytes())
+            digest.update(Path(path).read_bytes())
     return digest.hexdigest()[:12]
 
 

@@ -104,7 +104,12 @@ INVOCATION = (7, 8)
 CONTENTS = {
     **ADAPTERS,
     "other": Recipe(rank=8, modules=("q_proj", "v_proj", "down_proj", *RECURRENT), seed=4),
-    "invoked": Recipe(rank=4, modules=("q_proj", "o_proj"), invocation_tokens=INVOCATION, seed=5),
+    "invoked": Recipe(
+        rank=4,
+        modules=("q_proj", "q_b_proj", "o_proj", "o_b_proj"),
+        invocation_tokens=INVOCATION,
+        seed=5,
+    ),
 }
 NAMES = ("red", "green", "blue", "black", "white")
 WEIGHTS = ("one", "two")

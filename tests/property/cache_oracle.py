@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache as memoized
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -770,14 +771,26 @@ class Machine:
         )
 
     def refilled(self, step: Step) -> Resident:
-        """What a step publishes in units that held the very same pages before."""
-        entries = (
+        """What a step publishes in units that held the very same pages or states before."""
+        size = self.hand.page_size
+        entries = [
             ((plane.index, self.path(part.sequence, page + 1)), part.tables[plane.index][page])
             for part in step.parts
             for plane in self.layout.device
             if not plane.family.is_state
-            for page in range(part.begin // self.hand.page_size, part.end // self.hand.page_size)
-        )
+            for page in range(part.begin // size, part.end // size)
+        ]
+        saves = {
+            (copy.family, int(copy.source_units[0])): int(copy.target_units[0])
+            for copy in step.copies
+            if copy.is_after_model
+        }
+        stateful = [plane.index for plane in self.layout.device if plane.family.is_state]
+        for part, family in product(step.parts, stateful):
+            working = int(part.tables[family][0])
+            if (family, working) in saves:
+                path = self.path(part.sequence, part.end // size)
+                entries.append(((family, path), saves[family, working]))
         return {entry: unit for entry, unit in entries if self.now.get(entry) == unit}
 
     # Odds and ends

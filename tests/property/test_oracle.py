@@ -65,6 +65,13 @@ def test_r02_storage_is_asked_for_states_after_the_pages(seed: int) -> None:
     Walk.of(seed).run()
 
 
+@pytest.mark.parametrize("seed", [5_040_540, 5_043_029])
+def test_r02_a_state_may_be_evicted_and_saved_again_in_the_same_unit_by_one_step(seed: int) -> None:
+    """If the request is dropped or the step fails, the state is gone. 39 walks of 47,850 did that,
+    before the oracle knew it."""
+    Walk.of(seed).run()
+
+
 def test_a_walk_means_the_same_every_time_and_is_told_as_code_that_replays_it() -> None:
     walk = Walk.of(7)
     assert walk == Walk.of(7)

@@ -62,7 +62,9 @@ class Ranking(Generic[T]):
         assert rank is not None
         known = self._entries.get(thing)
         if known is None or rank < known[0]:
-            heapq.heappush(self._heap, self._entry(rank, thing))
+            self._next_number += 1
+            entry = self._entries[thing] = (rank, self._next_number, thing)
+            heapq.heappush(self._heap, entry)
             self._num_few = 0
             if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
                 self._tidy()
@@ -103,7 +105,9 @@ class Ranking(Generic[T]):
             if counts and (now is rank or now == rank):
                 return thing
             if now is not None:
-                heapq.heapreplace(heap, self._entry(now, thing))
+                self._next_number += 1
+                entry = entries[thing] = (now, self._next_number, thing)
+                heapq.heapreplace(heap, entry)
                 continue
             heapq.heappop(heap)
             if counts:
@@ -128,12 +132,6 @@ class Ranking(Generic[T]):
             return False
         now = thing.rank
         return now is rank or now == rank
-
-    def _entry(self, rank: Rank, thing: T) -> RankedEntry[T]:
-        """Make this the valid entry."""
-        self._next_number += 1
-        entry = self._entries[thing] = (rank, self._next_number, thing)
-        return entry
 
     def _tidy(self) -> None:
         """Remove outdated entries."""

@@ -73,10 +73,8 @@ def _in_one(tensors: Sequence[Tensor], num_bytes: int) -> FlatBytes:
         offset += flat.nbytes
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, 1 + num_bytes // _BYTES_PER_THREAD)
 
-    def copy(number: int) -> None:
-        # A run of tensors: threads that fill the same new page wait for each other.
-        first, end = (len(moves) * at // num_threads for at in (number, number + 1))
-        for to, flat in moves[first:end]:
+    def copy(first: int) -> None:
+        for to, flat in moves[first::num_threads]:
             np.copyto(to, flat)
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-copy") as threads:

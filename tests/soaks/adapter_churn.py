@@ -37,6 +37,8 @@ PROMPTS = tuple([5, number, 7, 11] for number in range(3))
 NUM_BLOCKS = 5
 MAX_STREAMS = 12
 PART_CHANGES = 250
+STEPS_PER_CHANGE = 4
+"""A change may be read within one step or many; these give each its streams in any case."""
 LONGEST = 24
 
 
@@ -111,7 +113,8 @@ class Churn:
             self.change()
             while self.contents and len(self._asked) < self.rng.randint(1, MAX_STREAMS):
                 self.ask()
-            self.step()
+            for _ in range(STEPS_PER_CHANGE):
+                self.step()
         for name in list(self.contents):
             self.engine.unload(name)
         self.contents.clear()

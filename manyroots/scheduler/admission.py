@@ -270,7 +270,10 @@ class Admission:
     def _has_room(self, request: Request) -> bool:
         """Whether there are pages for a waiting request to start now, including those that less
         important requests would give up."""
-        if request.lease is not None or not self._are_others:
+        if request.lease is not None:
+            return True
+        # Copies in progress hold pages too.
+        if not (self._are_others or self._cache.has_transfers):
             return True
         if self._is_line_held:
             return False

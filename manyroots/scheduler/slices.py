@@ -53,7 +53,16 @@ class EntryState(enum.Enum):
 class Entry:
     """One adapter with unfinished requests. Only `AdapterSlices` changes it."""
 
-    __slots__ = ("adapter", "num_blocks", "num_requests", "paused", "since", "started", "state")
+    __slots__ = (
+        "adapter",
+        "lacked_room",
+        "num_blocks",
+        "num_requests",
+        "paused",
+        "since",
+        "started",
+        "state",
+    )
 
     def __init__(
         self, adapter: AdapterDigest | None, state: EntryState, num_blocks: int = 0
@@ -66,6 +75,8 @@ class Entry:
         """When it entered its state; for a running entry, when its quantum started."""
         self.started = StepId(0)
         """When it last started to run."""
+        self.lacked_room: StepId | None = None
+        """When its next request last lacked pages; None if one has started since then."""
         self.num_requests = 0
         """Unfinished requests."""
         self.paused: dict[Request, None] = {}
@@ -115,8 +126,6 @@ class AdapterSlices:
         """Claims of this step, in order."""
         self.without_row: dict[AdapterDigest | None, Entry] = {}
         """Entries whose first request starts before any other does, in order."""
-        self._without_room: set[AdapterDigest | None] = set()
-        """Entries whose next request lacks pages in this step."""
         self._granted: set[Request] = set()
         """Paused requests for which there is a row in this step."""
         self._num_kept_rows = 0
@@ -167,6 +176,7 @@ class AdapterSlices:
     def seated(self, adapter: AdapterDigest) -> None:
         """A request of an adapter is about to run."""
         entry = self.entries[adapter]
+        entry.lacked_room = None
         if entry.state is not EntryState.RUNNING:
             self._move(entry, EntryState.RUNNING)
 
@@ -275,7 +285,8 @@ class AdapterSlices:
                 yield request
 
     def give_up(self, adapter: AdapterDigest) -> None:
-        """An entry without a row lacks pages to start: another may run in this step."""
+        """An entry's next request lacks pages: if it has no row, another may run in this step."""
+        self.entries[adapter].lacked_room = self.step_id
         if adapter in self.active and not self._adapters.num_seats(adapter):
             self._yield(self.active[adapter])
 
@@ -287,7 +298,6 @@ class AdapterSlices:
         """Choose the entries that run. `loaded`: requests that already have their pages and wait in
         no lane."""
         self.step_id = step_id
-        self._without_room = set()
         self._claims = []
         if self.paused or (self.entries and self._is_crowded):
             self._free_unwanted(loaded, has_room)
@@ -349,7 +359,7 @@ class AdapterSlices:
                 continue
             victims = [] if fits else self._victims_for(entry, head)
             if head is not None and victims is not None and not has_room(head):
-                self._without_room.add(entry.adapter)
+                entry.lacked_room = self.step_id
                 if not entry.paused:
                     continue
                 head = None  # It may still run for its paused requests.
@@ -486,7 +496,7 @@ class AdapterSlices:
 
     def prepare(self, loaded: Collection[Request], without_room: set[AdapterDigest | None]) -> None:
         """Load weights to the device: for entries that may run, then for the next ones, last for
-        those that lack pages. As many as there are slots; later ones are loaded to the host."""
+        those that lacked pages. As many as there are slots; later ones are loaded to the host."""
         lanes, adapters = self._waiting.lanes, self._adapters
         claims, self._claims = self._claims, []
         if not (self.active or self.paused or loaded or len(lanes) > (None in lanes)):
@@ -499,7 +509,7 @@ class AdapterSlices:
         count = len(self.active) + most + len(without_room) + 1
         wanted += self._waiting.next_adapters(count, adapters.slots.by_owner)
         unseated = [d for d in dict.fromkeys(wanted) if d and not adapters.num_seats(d)]
-        unseated.sort(key=(without_room | self._without_room).__contains__)
+        unseated.sort(key=self._lacked_room)
         most = adapters.num_obtaining(unseated)
         # Not later ones that have a slot: the slot is available to others.
         beyond = [d for d in unseated[most:] if adapters.slots.find(d) is None]
@@ -510,6 +520,14 @@ class AdapterSlices:
 
     def _age(self, entry: Entry) -> int:
         return self.step_id - entry.since
+
+    def _lacked_room(self, adapter: AdapterDigest) -> bool:
+        """Whether an entry that may not run lacked pages a moment ago. Not only in this step: not
+        every entry is looked at in each one, and they would replace each other's weights."""
+        entry = self.entries[adapter]
+        if entry.lacked_room is None or adapter in self.active:
+            return False
+        return self.step_id - entry.lacked_room < QUANTUM_STEPS
 
     def _is_patient(self, request: Request) -> bool:
         """Whether a waiting request displaces no other adapter yet."""

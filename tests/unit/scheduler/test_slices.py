@@ -342,6 +342,24 @@ def test_l03_an_entry_that_lacks_pages_leaves_its_time_to_another() -> None:
     assert len(engine.engine.tokens(base)) == 40
 
 
+def test_l03_entries_that_lack_pages_do_not_replace_each_others_weights() -> None:
+    """L03, W07: the base model holds the pages that four adapters with two slots wait for. Each is
+    loaded when it is looked at, and then stays, instead of a load in every step."""
+    engine = Hot(hot=2, num_pages=24, page_size=4, max_num_seqs=4)
+    base = engine.ask(None, 48, prompt_len=40)
+    engine.steps(3, keeps_asking=False)
+    large = [engine.ask(name, 2, prompt_len=60) for name in engine.digests]
+    engine.steps(36, keeps_asking=False)
+    assert not any(engine.engine.outputs.get(number) for number in large)
+    stats = engine.engine.scheduler.stats().adapters
+    assert stats is not None
+    num_loads = stats.total_loads_from_host + stats.total_loads_from_storage
+    assert num_loads <= 8
+    engine.engine.run()
+    engine.check_tokens()
+    assert len(engine.engine.tokens(base)) == 48
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_l07_random_traffic_of_more_adapters_than_may_run(seed: int) -> None:
     """L07: little memory, chunks, aborts and failed steps while some are paused: tokens are each

@@ -39,7 +39,6 @@ from tests.e2e.conftest import API_KEY, HEADERS, Server
 from tests.helpers.patience import PATIENCE_S
 from tests.soaks.differential import PAGE
 from tests.soaks.mixed_workloads import (
-    CLOSE,
     CONTENTS,
     INVOCATION,
     MAX_LEN,
@@ -47,9 +46,9 @@ from tests.soaks.mixed_workloads import (
     VOCAB,
     WEIGHTS,
     World,
-    hairs,
     world_of,
 )  # fmt: skip
+from tests.soaks.near_ties import CLOSE
 from tests.soaks.slices import command
 from tests.unit.store.tiers import RedisServer, server_program
 
@@ -714,6 +713,14 @@ class Storm:
             if choices[ours["index"]]["token_ids"][: at + 1] == tokens:
                 return True
         return False
+
+
+def hairs(ours: int, theirs: int) -> Iterator[dict[int, float]]:
+    """Two answers part. If rounding did it, one of these biases does it, too: a hair more weight
+    for our token and all on its side of the other (a draw is a place in the sum by id)."""
+    side = range(ours + 1) if ours < theirs else range(ours, VOCAB)
+    for part in (1, 10, 100):  # smaller ones, too: larger ones may reach earlier tokens
+        yield dict.fromkeys(side, CLOSE / part)
 
 
 def _parting(ours: list[int], theirs: list[int]) -> int | None:

@@ -170,7 +170,6 @@ PROBED = {
     "unit/store/tiers.py": "tries again with another one",
     "helpers/machine.py": "uses none",
     "clients/scripts/use_open_webui.py": "its log tells no port, and it is run by hand",
-    "e2e/test_ray.py": "Ray Serve takes a number and tells none",
     "unit/engine/test_dynamo_indexer.py": "the indexer takes a number and tells none",
 }
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.adapter_server import ADMIN, AdapterServer, cached, completion, serving, tokens
 from tests.e2e.conftest import HEADERS
+from tests.helpers.slow_steps import slow_steps
 from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
@@ -33,6 +34,7 @@ def server(tiny: TinyAdapters) -> Iterator[AdapterServer]:
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     with serving(
         tiny,
+        env=slow_steps(tiny.model.parent, while_there=tiny.slow),
         **{
             "lora-cache-dir": str(cache),
             "lora-max-fetch-size": "0.001",
@@ -75,6 +77,8 @@ def test_a05_a_revision_is_published_under_a_running_stream(
     old = first.json()["revision"]
     assert revision(server.complete("live", PROMPT)) == old
 
+    expected = {number: tiny.greedy(PROMPT, f"rev{number}", 8) for number in (1, 2)}
+    tiny.slow.touch()  # so that the stream is not over before the old revision is asked again
     stream = server.stream(completion("live", PROMPT, LONG) | {"prompt": [*PROMPT, 5]})
     seen = [next(stream)]
     assert seen[0]["choices"][0]["adapter_revision"] == old
@@ -83,12 +87,13 @@ def test_a05_a_revision_is_published_under_a_running_stream(
     new = second.json()["revision"]
     assert new != old
     answer = server.complete("live", PROMPT)
-    assert (revision(answer), tokens(answer)) == (new, tiny.greedy(PROMPT, "rev2", 8))
+    assert (revision(answer), tokens(answer)) == (new, expected[2])
     assert cached(answer) == 0, "pages of another revision were found"
     # The old revision is alive while its stream runs, and finds the pages that it computed.
     answer = server.complete(f"live@{old}", PROMPT)
-    assert (revision(answer), tokens(answer)) == (old, tiny.greedy(PROMPT, "rev1", 8))
+    assert (revision(answer), tokens(answer)) == (old, expected[1])
     assert cached(answer) > 0
+    tiny.slow.unlink()
     assert cached(server.complete(f"live@{new}", PROMPT)) > 0
 
     seen += stream

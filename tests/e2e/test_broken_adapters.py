@@ -34,6 +34,7 @@ from tests.helpers.adapter_folders import (
     tiny_targets,
     write_adapter,
 )
+from tests.helpers.slow_steps import slow_steps
 from tests.helpers.tiny_adapters import RECIPES, TinyAdapters
 
 COUNT = 24
@@ -220,7 +221,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
 def server(tiny: TinyAdapters) -> Iterator[AdapterServer]:
     good = [f"{name}={tiny.path(name)}" for name in ("all", "few", "stable")]
     bad = [f"{name}={tiny.path(f'broken {name}')}" for name in BROKEN]
-    with serving(tiny, *good, *bad) as server:
+    env = slow_steps(tiny.model.parent, while_there=tiny.slow)
+    with serving(tiny, *good, *bad, env=env) as server:
         yield server
 
 
@@ -320,7 +322,7 @@ def test_broken_adapters_named_at_start_fail_their_own_requests_while_others_str
 
 
 def test_names_and_unloads_that_make_no_sense_are_refused_while_others_stream(
-    server: AdapterServer, quiet: list[tuple[str, list[int]]]
+    server: AdapterServer, tiny: TinyAdapters, quiet: list[tuple[str, list[int]]]
 ) -> None:
     """S03: taken names, the model's own, paths; unknown names, and those unloaded already."""
     with good_streams(server, quiet):
@@ -335,11 +337,13 @@ def test_names_and_unloads_that_make_no_sense_are_refused_while_others_stream(
         assert server.unload("once").status_code == 200
         assert server.unload("once").status_code == 404
         assert server.load("once", "other").status_code == 200
+        tiny.slow.touch()  # so that the stream is not over before the adapter is unloaded
         stream = server.stream(completion("once", [5, 6, 7], 200))
         next(stream)
         assert server.unload("once").json()["status"] == "draining"
         assert server.unload("once").status_code == 404
         assert server.load("once", "stable").status_code == 200, "while the old one drains"
+        tiny.slow.unlink()
         assert server.unload("once").status_code == 200
         for _ in stream:
             pass

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,10 @@ def test_g07_a_request_is_aborted_and_adapters_are_pinned_unloaded_and_loaded(
 
 
 def test_g07_a_thousand_requests(served: AdapterServer, browser: Browser) -> None:
-    """G07"""
-    body = many_prompts(250)
+    """G07: paused, so that none is over before the page has shown them all."""
+    body = many_prompts(250) | {"max_tokens": 200}
     stop = threading.Event()
+    tab = open_page(browser, served)
 
     def ask() -> None:
         with served.client.stream(
@@ -222,10 +224,18 @@ def test_g07_a_thousand_requests(served: AdapterServer, browser: Browser) -> Non
                     return
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    assert served.post("/pause?mode=keep", {}, ADMIN).status_code == 200
     try:
-        tab = open_page(browser, served)
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while served.server.get("/load").json()["server_load"] != 1000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # A few steps, after which those that are not computed say why.
+        assert served.post("/resume", {}, ADMIN).status_code == 200
+        served.server.wait_for("vllm:num_requests_waiting", lambda value: value >= 900)
+        assert served.post("/pause?mode=keep", {}, ADMIN).status_code == 200
         show(tab, "requests")
         tab.until(
             "/of (9\\d\\d|1,000) requests/"
@@ -240,6 +250,7 @@ def test_g07_a_thousand_requests(served: AdapterServer, browser: Browser) -> Non
         tab.until("document.querySelector('#view [role=status]').textContent.startsWith('51')")
     finally:
         stop.set()
+        assert served.post("/resume", {}, ADMIN).status_code == 200
         for thread in threads:
             thread.join(PATIENCE_S)
     served.server.wait_until_idle()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -112,32 +112,38 @@ def test_m01_the_server_drains_and_leaves_no_engine(served: AdapterServer) -> No
     mine = pids(served)
     served.server.signal(signal.SIGTERM)
     assert served.server.process.wait(PATIENCE_S) == 0, served.server.log()
-    assert not set(mine) & set(engines())
+    deadline = time.monotonic() + PATIENCE_S
+    while set(mine) & set(engines()):  # one that was too slow to end by itself ends with its actor
+        assert time.monotonic() < deadline, served.server.log()
+        time.sleep(0.05)
 
 
 APPLICATION = """
-import os, sys, time
+import contextlib, os, sys, time
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import httpx, ray
 from ray import serve
 from manyroots.ray import app
 
-model, port = sys.argv[1], int(sys.argv[2])
+model, patience_s = sys.argv[1], float(sys.argv[2])
 ray.init(include_dashboard=False, num_cpus=4, logging_level="WARNING", log_to_driver=False)
 serve.start(proxy_location="Disabled")
 handle = serve.run(app({
-    "model": model, "replicas": "1", "port": port, "device": "cpu", "served-model-name": "tiny",
+    "model": model, "replicas": "1", "port": 0, "device": "cpu", "served-model-name": "tiny",
 }))
-gateway = handle.address.remote().result(timeout_s=120)
-deadline = time.monotonic() + 240
-while httpx.get(gateway + "/ready").status_code != 200:
+gateway = handle.address.remote().result(timeout_s=patience_s)
+client = httpx.Client(base_url=gateway, timeout=patience_s)
+deadline, is_ready = time.monotonic() + patience_s, False
+while not is_ready:
     assert time.monotonic() < deadline
     time.sleep(0.2)
+    with contextlib.suppress(httpx.TransportError):
+        is_ready = client.get("/ready").status_code == 200
 asked = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
-answer = httpx.post(gateway + "/v1/completions", json=asked, timeout=60)
+answer = client.post("/v1/completions", json=asked)
 assert answer.status_code == 200, answer.text
 assert answer.json()["usage"]["completion_tokens"] == 3
-assert 'manyroots:replicas_up{model_name="tiny"} 1.0' in httpx.get(gateway + "/metrics").text
+assert 'manyroots:replicas_up{model_name="tiny"} 1.0' in client.get("/metrics").text
 serve.shutdown()
 ray.shutdown()
 print("served")
@@ -146,10 +152,9 @@ print("served")
 
 def test_m01_g08_a_serve_application_is_a_gateway_with_its_engines(tiny: TinyAdapters) -> None:
     """In a process of its own, because Ray changes signal handlers and the environment."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = str(chosen.getsockname()[1])
-    command = [sys.executable, "-c", APPLICATION, str(tiny.model), port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    command = [sys.executable, "-c", APPLICATION, str(tiny.model), str(PATIENCE_S)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "served" in done.stdout

@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.adapter_server import ADMIN, AdapterServer, cached, completion, serving
 from tests.helpers.patience import PATIENCE_S
+from tests.helpers.slow_steps import slow_steps
 from tests.helpers.tiny_adapters import TinyAdapters
 
 PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
@@ -45,9 +46,9 @@ def server(tiny: TinyAdapters, log: Path) -> Iterator[AdapterServer]:
     file = tiny.model.parent / "keys.json"
     file.write_text(json.dumps({"keys": KEYS}))
     modules = [f"{name}={tiny.path(name)}" for name in ("all", "few", "other")]
-    with serving(
-        tiny, *modules, **{"keys-file": str(file), "usage-log": str(log), "max-cpu-loras": 4}
-    ) as server:
+    flags = {"keys-file": str(file), "usage-log": str(log), "max-cpu-loras": 4}
+    env = slow_steps(tiny.model.parent, while_there=tiny.slow)
+    with serving(tiny, *modules, env=env, **flags) as server:
         yield server
 
 
@@ -182,14 +183,16 @@ def test_a06_a_request_that_can_never_fit_is_told_so(server: AdapterServer) -> N
 
 
 def test_a06_a_stream_that_is_left_is_counted_as_far_as_it_came(
-    server: AdapterServer, log: Path
+    server: AdapterServer, tiny: TinyAdapters, log: Path
 ) -> None:
     before = len(log.read_text().splitlines())
+    tiny.slow.touch()  # so that the stream is not over before its client has left
     body = completion("all", PROMPT, 200) | {"stream": True}
     with server.client.stream(
         "POST", "/v1/completions", json=body, headers=bearer("key-twin")
     ) as stream:
         next(line for line in stream.iter_lines() if line.startswith("data"))
     [line] = logged_since(log, before, 1)
+    tiny.slow.unlink()
     assert line["finish"] == ["abort"]
     assert 1 <= line["completion_tokens"] < 200

@@ -263,6 +263,8 @@ def test_w13_w14_scalings_ranks_and_modules_are_pefts(world: TinyWorld) -> None:
     engine = AdapterEngine(world, names={name: name for name in FORMS}, max_loras=len(FORMS))
     prompt = [5, 6, 7, 11, 40]
     asked = {number: (prompt, name) for number, name in enumerate(FORMS, start=1)}
+    for number, name in enumerate(FORMS, start=20):
+        engine.answer(number, [1, 2], name)  # all are loaded before the first step of the others
     for number, (_, name) in asked.items():
         engine.submit(number, prompt, name, sampling=asked_for(16))
     engine.submit(9, prompt, sampling=asked_for(16))

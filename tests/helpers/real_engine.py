@@ -331,6 +331,14 @@ class RealEngine:
         with loader._changed:
             assert loader._changed.wait_for(lambda: not loader._num_under_way, PATIENCE_S)
 
+    def finish_copies(self) -> None:
+        """Wait for copies between tiers, so that what the next step finds there does not depend on
+        this machine."""
+        self.runner._thread.submit(int).result(PATIENCE_S)  # All that was launched has begun.
+        ends = self.runner._mover._tiers._ends
+        with ends._changed:
+            assert ends._changed.wait_for(lambda: not ends._num_under_way, PATIENCE_S)
+
     def run(self, *, max_steps: int = 5000) -> None:
         """Step until nothing is left to do. Steps beside loads and copies don't count: their number
         depends on this machine's speed."""

@@ -286,6 +286,7 @@ def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
         for _ in range(rng.randrange(4)):
             if engine.loop.has_work:
                 engine.step()
+                engine.finish_copies()
     engine.run()
     planned = [plan.total_tokens for plan in engine.plans if len(plan.rows)]
     assert given == planned
@@ -317,6 +318,7 @@ def test_t04_a_burst_larger_than_host_memory_finds_all_that_files_have(
     for prompt in prompts:
         old.submit(prompt)
     old.run()
+    old.finish_copies()  # to files: closing does not wait for long
     old.close()
     engine = start(world, **{**sizes, "num_host_pages": 16}, kv_storage=storage)
     numbers = [engine.submit(prompt) for prompt in prompts]

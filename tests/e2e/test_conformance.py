@@ -4,6 +4,7 @@ the right rows, and finds nothing in the server as it is."""
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from manyroots.cli.main import main
 from manyroots.conformance.kit import CHECKS, ConformanceSettings, run_kit
 from tests.e2e.conftest import API_KEY, Server
 from tests.helpers.adapter_folders import write_adapter
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.planted_leaks import LEAKS, Leaks
 from tests.helpers.tiny_adapters import RECIPES
 from tests.unit.models.tiny import load_tiny, save_tiny
@@ -66,6 +68,8 @@ class LeakyServer:
 
     def restart(self) -> None:
         port = self._server.port
+        self._server.signal(signal.SIGTERM)  # An engine that is asked to end stores what it has.
+        assert self._server.process.wait(PATIENCE_S) == 0, self._server.log()
         self.stop()
         self._server = self._started("--port", str(port))
 

@@ -56,6 +56,10 @@ def replicas(served: AdapterServer) -> list[dict[str, Any]]:
     return listed
 
 
+def drained(served: AdapterServer) -> list[int]:
+    return [replica["number"] for replica in replicas(served) if replica["is_drained"]]
+
+
 def wait_until(is_so: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not is_so():
@@ -81,11 +85,17 @@ def test_m01_m02_replicas_answer_as_one_engine_and_reuse_what_one_of_them_has(
 
 
 def test_m01_load_is_spread_over_all_replicas(served: AdapterServer) -> None:
+    """Requests that come at once: in a pause none is over before the last one is here."""
     before = requests_by_replica(served)
     prompts = [[(i * j) % 290 + 5 for j in range(30)] for i in range(2, 26)]
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda prompt: served.complete(MODEL, prompt, 16), prompts))
-    assert all(answer.status_code == 200 for answer in answers)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert served.post("/pause?mode=keep", {}, ADMIN).is_success
+        try:
+            answers = [pool.submit(served.complete, MODEL, prompt, 16) for prompt in prompts]
+            wait_until(lambda: served.server.get("/load").json()["server_load"] == len(prompts))
+        finally:
+            assert served.post("/resume", {}, ADMIN).is_success
+        assert all(answer.result(PATIENCE_S).status_code == 200 for answer in answers)
     after = requests_by_replica(served)
     assert all(after[number] > before.get(number, 0) for number in after), (before, after)
 
@@ -199,7 +209,7 @@ def test_m03_a_replica_that_says_nothing_is_drained_until_it_answers(
         os.kill(pid, signal.SIGSTOP)
         # The replica that has the prompt is chosen, and does not answer.
         assert tokens(served.complete(MODEL, prompt, 60)) == expected
-        assert [r["number"] for r in replicas(served) if r["is_drained"]] == [int(number)]
+        wait_until(lambda: drained(served) == [int(number)])
     finally:
         os.kill(pid, signal.SIGCONT)
     for event in stream:

@@ -120,9 +120,16 @@ class Record:
         self.calls.clear()
         self.worst.clear()
 
+    def _wrong(self) -> dict[str, float]:
+        return {key: worst for key, worst in self.worst.items() if not worst <= 1.0}
+
+    def wrong_kernels(self) -> set[str]:
+        """Those of which a result was too far off."""
+        return {key.rpartition(".")[0] for key in self._wrong()}
+
     def check(self) -> str:
         """Raise AssertionError if a result was too far off; else say how many were compared."""
-        wrong = {key: worst for key, worst in self.worst.items() if not worst <= 1.0}
+        wrong = self._wrong()
         assert not wrong, f"kernels differ from their references: {wrong} times what is allowed"
         assert self.calls, "no kernel was called"
         far = max(self.worst, key=lambda key: self.worst[key])

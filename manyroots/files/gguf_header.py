@@ -138,6 +138,8 @@ class _Cursor:
             raise ValueError(f"arrays are nested deeper than {_MAX_ARRAY_DEPTH}")
         kind = self._scalar(_U32)
         count = self._count()
+        if kind == _STRING:
+            return self._strings(count)
         if kind not in _SCALARS:
             return [self._value(kind, depth + 1) for _ in range(count)]
         item = _SCALARS[kind]
@@ -150,6 +152,19 @@ class _Cursor:
         if count > left:
             raise ValueError(f"byte {self._at} promises {count} items with {left} bytes left")
         return int(count)
+
+    def _strings(self, count: int) -> list[str]:
+        """A vocabulary has 100,000 of them."""
+        data, at, size, length_at = self._data, self._at, len(self._data), _U64.unpack_from
+        found = []
+        for _ in range(count):
+            start = at + _U64.size
+            at = start + length_at(data, at)[0]
+            if at > size:
+                raise ValueError(f"byte {start} promises {at - start} bytes beyond the end")
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self._at = at
+        return found
 
     def _string(self) -> str:
         return self._bytes(self._scalar(_U64)).decode("utf-8", "replace")

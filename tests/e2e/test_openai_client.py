@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -353,15 +354,18 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again() -> None:
                 list(chunks)
 
         kill_in_mid_stream()
-        for path in ("/health", "/ready", "/v1/models"):
-            assert server.status(path) == 503
-        health = httpx.get(f"{server.url}/health", timeout=PATIENCE_S).json()
-        assert health["status"] == "restarting"
-        assert "engine" in health["progress"]["stage"]
-        assert server.status("/live") == 200
-        assert server.metric("manyroots:engine_up") == server.metric("manyroots:pages_held") == 0
-        with pytest.raises(openai.InternalServerError, match="started again"):
-            complete(client, TINY)
+        with next_engine_held(server):
+            for path in ("/health", "/ready", "/v1/models"):
+                assert server.status(path) == 503
+            health = httpx.get(f"{server.url}/health", timeout=PATIENCE_S).json()
+            assert health["status"] == "restarting"
+            assert "engine" in health["progress"]["stage"]
+            assert server.status("/live") == 200
+            assert (
+                server.metric("manyroots:engine_up") == server.metric("manyroots:pages_held") == 0
+            )
+            with pytest.raises(openai.InternalServerError, match="started again"):
+                complete(client, TINY)
         server.wait_until_ready()
         answer = complete(client, TINY, max_tokens=2, extra_body={"ignore_eos": True})
         assert answer.choices[0].finish_reason == "length"
@@ -371,6 +375,21 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again() -> None:
         assert server.log().count("killed by SIGKILL") >= 2
         assert "starting the engine again in 1 s (1 of 1 in a row)" in server.log()
         assert "the engine is back, " in server.log()
+
+
+@contextlib.contextmanager
+def next_engine_held(server: Server) -> Iterator[None]:
+    """The engine that is started after one that died is stopped meanwhile, so that it is not back
+    before all was asked."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (started := server.children()):
+        assert time.monotonic() < deadline, server.log()
+        time.sleep(0.02)
+    os.kill(started[0], signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(started[0], signal.SIGCONT)
 
 
 def was_healthy_while_loading(server: Server) -> bool:

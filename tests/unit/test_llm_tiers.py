@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
+from tests.helpers.patience import PATIENCE_S
 from tests.helpers.quick_tiers import quick_tiers
 from tests.helpers.tiny_adapters import TinyAdapters
 from tests.soaks.differential import PAGE
@@ -328,16 +330,18 @@ def test_t10_a_load_overlaps_its_own_requests_computation(
 ) -> None:
     """T10: layer by layer, each waiting for its own part, which comes late: the tokens and bits of
     a cold run."""
-    slowly, waited = HostLink._parts, []
+    slowly, waited, is_asked = HostLink._parts, [], threading.Event()
 
     def parts(self: HostLink, errand: HostErrand) -> Iterator[list[tuple[Copy, slice]]]:
         for group in slowly(self, errand):
             if errand.arrivals is not None:
+                assert is_asked.wait(PATIENCE_S), "the computation waits for the whole load"
                 time.sleep(0.01)
             yield group
 
     def before(self: LayerArrivals, layer: int) -> None:
         waited.append((layer, self._is_told[self._groups.group_of(layer)].is_set()))
+        is_asked.set()
         real(self, layer)
 
     real = LayerArrivals.before_layer
@@ -350,6 +354,7 @@ def test_t10_a_load_overlaps_its_own_requests_computation(
         cold = [ask(llm, prompt)[0] for prompt in prompts()]
         bits = [pages_on_device(llm, prompt) for prompt in prompts()]
         waited.clear()
+        is_asked.clear()
         for prompt, tokens, before_bits in zip(prompts(), cold, bits, strict=True):
             assert ask(llm, prompt) == (tokens, NUM_CACHED)
             now = pages_on_device(llm, prompt)

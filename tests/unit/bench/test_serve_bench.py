@@ -199,7 +199,9 @@ def test_b01_waiting_counts_from_when_a_request_was_due() -> None:
     with server(one_at_a_time) as (url, _):
         [case] = run_serve(url, None, WORKLOAD, [Arrivals(rate=1000.0)], PROMISE, 1)["cases"]
     first = case["time_to_first_token_s"]
-    assert first["p99"]["median"] > 3 * first["p50"]["least"] / 2 > 0.1
+    assert first["p50"]["least"] > 0.07
+    # Half of the time between the two: a machine that is late at first is so for all of them.
+    assert first["p99"]["median"] - first["p50"]["least"] > 0.1
 
 
 def test_b01_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:

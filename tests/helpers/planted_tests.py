@@ -6,13 +6,10 @@ plants each fault that names tests (with a text, those whose name has it) in the
 runs these tests, each up to its first case that fails. With a text, it runs those cases without any
 fault in the end; without one, the suite does that.
 
-Slow imports happen once, before the forks. There are two ways. First, a process imports the package
-and the tests, too. Where a fault changes functions alone, a fork of it gives them the code with the
-fault (`code_swap.py`). If this can't be done, or not every named test fails so, the second way
-decides: a fork of a process that has not imported the package, which reads the file with the fault.
-Both have the file with the fault in place, for tests that read the source or start processes.
-Compiled files are keyed by the text of their source. Each line printed is JSON: the fault's name
-(null without), and how each case ended.
+The slow imports of a test process happen once, before the forks. The package itself is not imported
+then, so each process reads the file as it is at that time, and so do tests that read the source or
+start processes. Compiled files are keyed by the text of their source. Each line printed is JSON:
+the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
@@ -26,20 +23,20 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from py_compile import PycInvalidationMode
-from typing import Any
 
 import anyio.pytest_plugin
 import pytest
 
 import tests.conftest  # noqa: F401  what holds for every test is set before torch is imported
-from tests.helpers.code_swap import Imported, MustImportError, Swaps
 from tests.helpers.detector import bare_pytest
-from tests.helpers.mutations import MUTATIONS, Mutation
+from tests.helpers.mutations import MUTATIONS
 
 OWN = ("manyroots", "tests", "tools", "examples")
+ROOMS_LEFT_OUT = ("ray", "gpu", "e2e")
+"""No fault names a test of these. Ray's modules start threads."""
 
 
 class _Outcomes:
@@ -70,19 +67,15 @@ def is_of(case: str, node: str) -> bool:
     return case == node or case.startswith(f"{node}[")
 
 
-def warm_up(chosen: Iterable[Mutation]) -> None:
-    """Import all that the package and the named tests import, but nothing of the repository."""
-    for path in (*Path("manyroots").rglob("*.py"), *map(Path("tests").joinpath, files_of(chosen))):
-        if "ray" not in path.parts:  # its modules start threads
+def warm_up() -> None:
+    """Import all that the package and its tests import, but nothing of the repository."""
+    for path in (*Path("manyroots").rglob("*.py"), *Path("tests").rglob("*.py")):
+        if not set(ROOMS_LEFT_OUT) & set(path.parts):
             for statement in ast.parse(path.read_text()).body:
                 _import_as(statement)
     loaded = [name for name in sys.modules if name.startswith("manyroots")]
     assert not loaded, f"too late to plant: {loaded}"
     gc.freeze()  # the garbage collector need not scan them in each process
-
-
-def files_of(chosen: Iterable[Mutation]) -> list[str]:
-    return sorted({node.partition("::")[0] for each in chosen for node in each.noticed_by})
 
 
 def _import_as(statement: ast.stmt) -> None:
@@ -103,83 +96,30 @@ def _import_as(statement: ast.stmt) -> None:
                     getattr(imported, name, None)
 
 
-def outcomes(nodes: Iterable[str], swaps: Swaps = ()) -> dict[str, str]:
-    """How each of these tests ends in a process forked for them, with functions changed so."""
-    chosen = sorted(set(nodes))
-
-    def run() -> dict[str, str]:
-        tempfile.tempdir = os.environ["TMPDIR"] = home
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
-        for function, code in swaps:
-            function.__code__ = code
-        told = _Outcomes(chosen)
-        bare_pytest(*(f"tests/{node}" for node in chosen), plugins=[told, anyio.pytest_plugin])
-        return told.found
-
+def outcomes(nodes: Iterable[str]) -> dict[str, str]:
+    """How each of these tests ends in a process forked for them."""
     # A process that ends early, or with a fault, leaves files; they go with the folder.
-    with tempfile.TemporaryDirectory(prefix="mr-") as home:
-        return forked(run)
-
-
-def forked(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What this gives in a process of its own; nothing if that process does not get so far."""
-    with tempfile.NamedTemporaryFile("r") as told:
+    with (
+        tempfile.TemporaryDirectory(prefix="mr-") as home,
+        tempfile.NamedTemporaryFile("r") as told,
+    ):
         child = os.fork()
         if not child:
-            try:
-                Path(told.name).write_text(json.dumps(call()))
-            finally:
-                os._exit(0)
+            tempfile.tempdir = os.environ["TMPDIR"] = home
+            _run_and_tell(sorted(set(nodes)), told.name)
         os.waitpid(child, 0)
-        found: dict[str, Any] = json.loads(told.read() or "{}")
+        found: dict[str, str] = json.loads(told.read() or "{}")
         return found
 
 
-@contextlib.contextmanager
-def planted(mutation: Mutation) -> Iterator[None]:
-    """The file has the fault meanwhile."""
-    path = Path("manyroots") / mutation.file
-    whole = path.read_text()
-    path.write_text(mutation.applied_to(whole))
+def _run_and_tell(nodes: list[str], path: str) -> None:
     try:
-        yield
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
+        told = _Outcomes(nodes)
+        bare_pytest(*(f"tests/{node}" for node in nodes), plugins=[told, anyio.pytest_plugin])
+        Path(path).write_text(json.dumps(told.found))
     finally:
-        path.write_text(whole)
-
-
-def by_swapping(chosen: list[Mutation]) -> dict[str, dict[str, str]]:
-    """By fault, how its tests ended where they all failed with other code in imported functions.
-    Of this process, since it imports what others must not have imported."""
-    for file in files_of(chosen):
-        importlib.import_module(f"tests.{file.removesuffix('.py').replace('/', '.')}")
-    imported = Imported()
-    gc.freeze()
-    found = {}
-    for mutation in chosen:
-        with contextlib.suppress(LookupError, MustImportError):
-            swaps = swaps_for(mutation, imported)
-            with planted(mutation):
-                ended = outcomes(mutation.noticed_by, swaps)
-            if all(failed_of(ended, node) for node in mutation.noticed_by):
-                found[mutation.name] = ended
-    return found
-
-
-def swaps_for(mutation: Mutation, imported: Imported) -> Swaps:
-    path = Path("manyroots").resolve() / mutation.file
-    text = path.read_text()
-    if "triton" in text:
-        raise MustImportError(
-            "Triton's interpreter reads the source of its functions, not their code"
-        )
-    if mutation.module not in sys.modules:
-        return []  # it is read from the file
-    return imported.swaps(str(path), text, mutation.applied_to(text))
-
-
-def failed_of(ended: dict[str, str], node: str) -> list[str]:
-    """The cases of a test that failed."""
-    return [case for case, how in ended.items() if how == "failed" and is_of(case, node)]
+        os._exit(0)
 
 
 def tell(name: str | None, found: dict[str, str]) -> None:
@@ -198,20 +138,23 @@ def main() -> int:
     chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
     sys.dont_write_bytecode = True  # no compiled file of a planted fault may remain
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    warm_up(chosen)
+    warm_up()
     for folder in ("manyroots", "tests"):
         by_text = PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder, quiet=1, force=True, invalidation_mode=by_text)
-    found = forked(lambda: by_swapping(chosen))
-    noticed: set[str] = set()
+    noticed = set()
     for mutation in chosen:
-        ended = found.get(mutation.name, {})
-        if not ended:
-            # A fault that can't be planted is another test's to report; the others can be.
-            with contextlib.suppress(LookupError), planted(mutation):
-                ended = outcomes(mutation.noticed_by)
+        path = Path("manyroots") / mutation.file
+        whole = path.read_text()
+        try:
+            path.write_text(mutation.applied_to(whole))
+        except LookupError:  # another test reports it; the other faults can be planted
+            tell(mutation.name, {})
+            continue
+        ended = outcomes(mutation.noticed_by)
         tell(mutation.name, ended)
         noticed.update(case for case, how in ended.items() if how == "failed")
+        path.write_text(whole)
     if text:
         tell(None, outcomes(noticed))
     return 0

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.mutations import MUTATIONS, Mutation
-from tests.helpers.planted_tests import failed_of
+from tests.helpers.planted_tests import is_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = os.environ.get("MANYROOTS_MUTATIONS", "")
@@ -82,7 +82,7 @@ def test_a_fault_is_noticed_by_the_tests_of_its_promise(mutation: Mutation, ende
     """Of each of them a case fails with the fault."""
     with_fault = ended[mutation.name]
     for node in mutation.noticed_by:
-        noticed = failed_of(with_fault, node)
+        noticed = [c for c, how in with_fault.items() if how == "failed" and is_of(c, node)]
         assert noticed, f"{node}: {with_fault}"
         if TEXT:
             assert {ended[None].get(case) for case in noticed} == {"passed"}, noticed

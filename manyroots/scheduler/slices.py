@@ -522,8 +522,8 @@ class AdapterSlices:
         return self.step_id - entry.since
 
     def _lacked_room(self, adapter: AdapterDigest) -> bool:
-        """Whether an entry that may not run lacked pages a moment ago. Not only in this step: not
-        every entry is looked at in each one, and they would replace each other's weights."""
+        """Whether an entry that may not run lacked pages a moment ago. A step looks at some entries
+        only. If the others counted as having room, they would replace each other's weights."""
         entry = self.entries[adapter]
         if entry.lacked_room is None or adapter in self.active:
             return False

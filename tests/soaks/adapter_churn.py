@@ -38,7 +38,7 @@ NUM_BLOCKS = 5
 MAX_STREAMS = 12
 PART_CHANGES = 250
 STEPS_PER_CHANGE = 4
-"""A change may be read within one step or many; these give each its streams in any case."""
+"""After each change, so that streams run however fast its files are read."""
 LONGEST = 24
 
 

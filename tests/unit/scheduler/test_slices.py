@@ -343,7 +343,7 @@ def test_l03_an_entry_that_lacks_pages_leaves_its_time_to_another() -> None:
 
 
 def test_l03_entries_that_lack_pages_do_not_replace_each_others_weights() -> None:
-    """L03, W07: the base model holds the pages that four adapters with two slots wait for. Each is
+    """L03: the base model holds the pages that four adapters with two slots wait for. Each is
     loaded when it is looked at, and then stays, instead of a load in every step."""
     engine = Hot(hot=2, num_pages=24, page_size=4, max_num_seqs=4)
     base = engine.ask(None, 48, prompt_len=40)

@@ -443,7 +443,7 @@ class AdapterDirectory:
         if isinstance(message, UseLora):
             self._refuse(message, _no_such_model(message.name), ErrorKind.NOT_FOUND)
         elif isinstance(message, UnloadLora):
-            reason = f"adapter {message.name!r} is not loaded; GET /v1/models lists those that are."
+            reason = self._registry.not_loaded(message.name)
             self._reply_error(message.op_id, reason, ErrorKind.NOT_FOUND)
         else:
             reason = self._name_fault(message.name) or "the name can't be used"

@@ -18,6 +18,9 @@ from manyroots.errors import NotFoundError
 from manyroots.ids import REVISION_DIGITS, AdapterDigest, AdapterName, AdapterSlot
 from manyroots.lora.spec import AdapterSpec
 
+NAMES_IN_ERRORS = 5
+"""The most names that an error lists."""
+
 
 def revision_of(digest: AdapterDigest) -> str:
     """Twelve digits tell the revisions of one name apart; the registry compares whole digests."""
@@ -137,12 +140,19 @@ class Registry:
         """Take no new requests for a name. Requests that hold it go on."""
         version = self.loaded.pop(name, None)
         if version is None:
-            raise NotFoundError(
-                f"adapter {name!r} is not loaded; GET /v1/models lists those that are.",
-                field="lora_name",
-            )
+            raise NotFoundError(self.not_loaded(name), field="lora_name")
         self._unpin(version)
         return Unloaded(version, self.num_holds[version.serial], self._retire(version))
+
+    def not_loaded(self, name: AdapterName) -> str:
+        """The error for an unload of an unknown name. Only operators unload, so it may list
+        names."""
+        names = sorted(self.loaded)[:NAMES_IN_ERRORS]
+        if not names:
+            return f"adapter {name!r} is not loaded; none is."
+        rest = len(self.loaded) - len(names)
+        more = f" and {rest} more" if rest else ""
+        return f"adapter {name!r} is not loaded; loaded: {', '.join(map(repr, names))}{more}."
 
     def acquire(self, asked: AdapterName) -> Hold:
         """A new request's hold on what a name means now, or on the revision after its `@`."""

@@ -81,8 +81,8 @@ def test_loading_says_what_was_loaded(tiny: TinyAdapters, llm: LLM) -> None:
     with pytest.raises(RequestError, match="exists already"):
         llm.load_adapter("few", tiny.path("few"))
     assert llm.load_adapter("few", tiny.path("few"), load_inplace=True).is_unchanged
-    with pytest.raises(NotFoundError):
-        llm.unload_adapter("nobody")
+    with pytest.raises(NotFoundError, match=r"'unknown' is not loaded; loaded: .*'few'"):
+        llm.unload_adapter("unknown")
 
 
 def test_s03_a_pinned_adapter_is_on_the_device_again_after_sleep(

@@ -172,10 +172,7 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     ),
     "reason": (("salts",), {"salts": SALTS | LOOK_ALIKES}),
     "deep": (("deep",), {"deep in a prompt": ONE_OF_EACH}),
-    "batch": (
-        ("together", "adapters"),
-        {"at the same time": {"all -> other", "all -> base"}},
-    ),
+    "batch": (("together",), {"at the same time": {"all -> other", "all -> base"}}),
     "drafts": (("drafts",), {"drafts": ONE_OF_EACH}),
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }

@@ -52,6 +52,7 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 
 ADAPTERS = "unit/scheduler/test_adapters.py::"
 BACKENDS = "unit/store/test_backends.py::"
+COMPILES = "unit/kernels/test_compiles_for_gpus.py::test_q01_q04_f07_kernels_compile_for_hopper"
 COPY_ENDS = "unit/store/test_copy_ends.py::"
 ENDINGS = "unit/scheduler/test_endings.py::"
 RUNNER = "unit/runner/test_runner.py::"
@@ -1782,7 +1783,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "place = layer_kv + base[:, None]  #",
         "to = place = layer_kv + base[:, None]  #",
         "keys and values in FP8 do not compile for a GPU",
-        ("unit/kernels/test_compiles_for_gpus.py::test_q01_q04_kernels_of_fp8_compile_for_hopper",),
+        (f"{COMPILES}[fp8]",),
     ),
     Mutation(
         "models/load.py",
@@ -1976,7 +1977,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    if DEPENDENT:\n        gdc_wait()\n    for i in range(early):",
         "    for i in range(early):",
         "rows are read before the kernel in front has written them, on Hopper",
-        ("unit/kernels/test_compiles_for_gpus.py::test_products_of_whole_rows_compile_for_hopper",),
+        (f"{COMPILES}[gluon]",),
     ),
     Mutation(
         "kernels/attention/triton.py",
@@ -2064,8 +2065,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     Mutation(
         "models/decoder.py",
         "step.before_layer(index)",
-        "pass",
-        "layers do not wait for pages on their way",
+        "step.before_layer(0)",
+        "layers wait for the pages of the first one alone",
         ("unit/test_llm_tiers.py::test_t10_a_load_overlaps_its_own_requests_computation",),
     ),
     Mutation(

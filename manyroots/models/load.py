@@ -131,12 +131,10 @@ def rehearse(model: Decoder, source: ModelSource) -> None:
     """Check other weights of the same model like `refill`, without changing anything: raises if
     they do not fit."""
     stored, kept = weight_format(source.config), model.format
-    fits = stored.name == kept.name if kept.is_stored else stored.reads_as_numbers
-    if not fits:
-        wanted = f"weights in {kept.name}" if kept.is_stored else "unquantized weights"
+    if kept.is_stored and stored.name != kept.name:
         raise ModelError(
             f"{source.name} is {stored.name}, and the weights that are served are {kept.name}; "
-            f"give {wanted}."
+            f"give weights in {kept.name}."
         )
     spec = _spec_for(model, source)
     if rank_spec(spec, model.shard) != model.spec:
@@ -198,7 +196,7 @@ def fill(
                 f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
                 f"{place.whole_shape}; config and weights belong to different models."
             )
-        if not tensor.is_floating_point() and place.place.is_floating_point():
+        if _is_quantized(tensor.dtype) and not _is_quantized(place.source_dtype):
             raise ModelError(
                 f"{name} of {model_name} is in {tensor.dtype}: its weights are quantized, and its "
                 "config does not say how. Use an unquantized checkpoint."
@@ -263,6 +261,11 @@ def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
                 "without scales. Leave the flag out: pages are in the model's dtype then."
             )
         yield name, tensor
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype need scales, or are no weights."""
+    return dtype.itemsize == 1 or not dtype.is_floating_point
 
 
 def _is_harmless(name: str) -> bool:

@@ -1,26 +1,29 @@
 """Shared by formats with scales: compressed-tensors' configs, and scales beside weights.
 
-A weight that is unexpectedly quantized or unquantized is an error: copied without its scale, it
-would be wrong.
+Products that are kept in such a format take a weight and its scales as they are. For other
+products both become plain numbers.
 
     ....weight_scale, ....weight_scale_inv   of a weight: in the form that its format keeps
     ....input_scale and the like             of activations, which have scales of their own here:
                                              left out
-    ....weight_shape, ....weight_zero_point  of packed and of asymmetric weights: refused by the
-                                             loader, which does not know them
+    ....weight_shape                         of a packed weight, which has that of its product:
+                                             left out
+    ....weight_zero_point                    of an asymmetric weight: refused by the loader, which
+                                             does not know it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.layers.weights.fill import Fill
-from manyroots.layers.weights.formats import NamedTensors
+from manyroots.layers.weights.formats import NamedTensors, WeightFormat
 
 METHOD = "compressed-tensors"
 _CHANGES_PRODUCTS = ("transform_config", "sparsity_config")
@@ -28,10 +31,10 @@ _CHANGES_PRODUCTS = ("transform_config", "sparsity_config")
 SCALE = "weight_scale"
 """Suffix of the name of a weight's scales."""
 _SCALES = (SCALE, "weight_scale_inv")
-_OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale")
-
-Spelled = Callable[[str, Tensor, int, int], Tensor]
-"""(name, scales, rows of the weight, groups of columns) -> the scales in stored form."""
+_LEFT_OUT = (
+    "activation_scale", "input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale",
+    "q_scale", "weight_shape",
+)  # fmt: skip
 
 
 def groups_of(said: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -60,33 +63,73 @@ def refuse_several() -> NoReturn:
     )
 
 
-def is_of_activations(kind: str) -> bool:
-    """Whether a name with this ending is a scale of activations."""
-    return kind in _OF_ACTIVATIONS
+@dataclass(frozen=True)
+class ScaledFormat(WeightFormat):
+    """A format whose checkpoints have scales beside weights."""
+
+    @abstractmethod
+    def is_quantized(self, kind: str, tensor: Tensor) -> bool:
+        """Whether a tensor whose name ends with `kind` is a weight in this format."""
+
+    @abstractmethod
+    def spelled(self, name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
+        """The scales of a weight of this shape, in the form that is kept."""
+
+    @abstractmethod
+    def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
+        """The plain numbers of a weight, in float32; both are in the form that is kept."""
+
+    def unpacked(self, data: Tensor, num_columns: int) -> Tensor:
+        """A weight in the form that is kept."""
+        return data
+
+    def read(
+        self, weights: NamedTensors, fills: Mapping[str, Fill]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A weight and its scales for fills of both. For a fill of plain numbers, the two wait for
+        each other, because either may come first."""
+        waiting: dict[str, dict[bool, Tensor]] = {}
+        for name, tensor in weights:
+            stem, _, kind = name.rpartition(".")
+            if kind in _LEFT_OUT:
+                continue
+            place, is_kept = _matrix_of(stem, fills), f"{stem}.{SCALE}" in fills
+            is_scale = kind in _SCALES
+            is_data = tensor.ndim == 2 and self.is_quantized(kind, tensor)
+            if place is None or not (is_scale or is_data):
+                if kind == "weight" and is_kept:
+                    self._refuse(name, tensor)
+                yield name, tensor
+                continue
+            part = tensor if is_scale else self.unpacked(tensor, place.whole_shape[1])
+            if not is_kept:
+                pair = waiting.setdefault(stem, {})
+                pair[is_scale] = part
+                if len(pair) == 2:
+                    del waiting[stem]
+                    scales = self.spelled(f"{stem}.{SCALE}", pair[True], pair[False].shape)
+                    yield f"{stem}.weight", self.numbers(pair[False], scales)
+            elif is_scale:
+                yield f"{stem}.{SCALE}", self.spelled(name, part, place.whole_shape)
+            else:
+                yield f"{stem}.weight", part
+        if waiting:
+            self._refuse_half(waiting)
+
+    def _refuse_half(self, waiting: Mapping[str, Mapping[bool, Tensor]]) -> NoReturn:
+        stem = min(waiting)
+        weight, scales = f"a weight of {stem} in {self.name}", f"scales of {stem}"
+        has, lacks = (scales, weight) if True in waiting[stem] else (weight, scales)
+        raise ModelError(f"the checkpoint has {has}, and not {lacks}. Download or copy it again.")
+
+    def _refuse(self, name: str, tensor: Tensor) -> NoReturn:
+        raise ModelError(
+            f"{name} is in {tensor.dtype}, and the weights that are served have it in {self.name}; "
+            "use a checkpoint in which the same projections are quantized."
+        )
 
 
-def with_scales(
-    weights: NamedTensors, fills: Mapping[str, Fill], dtype: torch.dtype, spelled: Spelled
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint whose quantized ones are in `dtype`."""
-    for name, tensor in weights:
-        stem, _, kind = name.rpartition(".")
-        if is_of_activations(kind):
-            continue
-        own = f"{stem}.{SCALE}"
-        if kind in _SCALES:
-            if own not in fills:
-                raise ModelError(
-                    f"{name} scales a weight that is kept unquantized here; use a checkpoint whose "
-                    "embeddings, head and routers are unquantized."
-                )
-            num_rows = fills[f"{stem}.weight"].whole_shape[0]
-            yield own, spelled(name, tensor, num_rows, fills[own].whole_shape[1])
-            continue
-        if kind == "weight" and (own in fills) != (tensor.dtype is dtype):
-            wanted = f"{dtype}" if own in fills else "unquantized"
-            raise ModelError(
-                f"{name} is in {tensor.dtype}, and is expected {wanted}; use a checkpoint in which "
-                "all projections of the layers are quantized and nothing else is."
-            )
-        yield name, tensor
+def _matrix_of(stem: str, fills: Mapping[str, Fill]) -> Fill | None:
+    """The destination of a product's weight."""
+    place = fills.get(f"{stem}.weight")
+    return place if place is not None and len(place.shape) == 2 else None

@@ -35,8 +35,6 @@ class WeightFormat:
 
     name: ClassVar[str] = "unquantized"
     """Used in messages."""
-    reads_as_numbers: ClassVar[bool] = True
-    """Whether `read` gives plain numbers to fills for plain numbers."""
 
     is_stored: bool = False
     """Whether the checkpoint stores weights in this format; otherwise they are converted when

@@ -8,7 +8,7 @@ largest numbers, so a config's settings for them do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -22,20 +22,19 @@ from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.operations import Operand
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
-from manyroots.layers.weights.compressed import groups_of, refuse_several, with_scales
+from manyroots.layers.weights.compressed import SCALE, ScaledFormat, groups_of, refuse_several
 from manyroots.layers.weights.fill import Fill, FilledRows, Fills
-from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
+from manyroots.layers.weights.formats import PLAIN, WeightFormat
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 instructions."""
 
 
 @dataclass(frozen=True)
-class Fp8Format(WeightFormat):
+class Fp8Format(ScaledFormat):
     """All products in FP8."""
 
     name: ClassVar[str] = "FP8"
-    reads_as_numbers: ClassVar[bool] = False
 
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None: a scale for each row, or for all."""
@@ -58,13 +57,13 @@ class Fp8Format(WeightFormat):
             refuse_several()
         return cls(is_stored=True, block=blocks.pop())
 
-    def read(
-        self, weights: NamedTensors, fills: Mapping[str, Fill]
-    ) -> Iterator[tuple[str, Tensor]]:
-        return with_scales(weights, fills, torch.float8_e4m3fn, self._by_row)
+    def is_quantized(self, kind: str, tensor: Tensor) -> bool:
+        return kind == "weight" and tensor.dtype is torch.float8_e4m3fn
 
-    def _by_row(self, name: str, scales: Tensor, num_rows: int, num_groups: int) -> Tensor:
-        """float32 [num_rows, num_groups], the one form that `kernels/scaled.py` has."""
+    def spelled(self, name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
+        """float32 [rows, groups], the one form that `kernels/scaled.py` has."""
+        num_rows, num_columns = shape
+        num_groups = -(-num_columns // self._group(num_columns))
         scales = scales.float()
         if self.block is None:
             if scales.numel() == 1:
@@ -78,6 +77,13 @@ class Fp8Format(WeightFormat):
             f"{name} has shape {list(scales.shape)}, which does not belong to {num_rows} rows with "
             f"{each}; config and weights belong to different models."
         )
+
+    def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
+        return ScaledMatrix(data, scales, self._group(data.shape[1])).plain(torch.float32)
+
+    def _group(self, num_columns: int) -> int:
+        """Columns that share a scale."""
+        return num_columns if self.block is None else self.block[1]
 
     def made_up(self) -> WeightFormat:
         return Fp8Format()
@@ -103,7 +109,7 @@ class Fp8Format(WeightFormat):
 
     def _empty(self, *shape: int, device: torch.device) -> ScaledMatrix:
         *stack, rows, columns = shape
-        group = columns if self.block is None else self.block[1]
+        group = self._group(columns)
         scales = (*stack, rows, -(-columns // group))
         return ScaledMatrix(
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
@@ -127,7 +133,7 @@ class Fp8Format(WeightFormat):
                 f"{name} are no multiple of the {matrix.group} that share a scale; choose a "
                 "smaller one."
             )
-        yield f"{name}.weight_scale", Fill(scales, cut, shard)
+        yield f"{name}.{SCALE}", Fill(scales, cut, shard)
 
     def row_form(
         self,

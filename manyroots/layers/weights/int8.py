@@ -8,7 +8,7 @@ Experts, and other weights that are unquantized here, are converted when loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -18,17 +18,17 @@ from torch import Tensor
 from manyroots.errors import ModelError
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.scaled import Int8Matrix, Matrix, quantize_rows_int8
-from manyroots.layers.weights.compressed import SCALE, groups_of, is_of_activations
+from manyroots.layers.weights.compressed import SCALE, ScaledFormat, groups_of
 from manyroots.layers.weights.fill import Fill, FilledRows, Fills
-from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
+from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.layers.weights.fp8 import RoundingFill
 
-PACKED, _SHAPE = "weight_packed", "weight_shape"
+PACKED = "weight_packed"
 _OFFSET = 128
 
 
 @dataclass(frozen=True)
-class Int8Format(WeightFormat):
+class Int8Format(ScaledFormat):
     """All products in INT8, experts in the model's dtype."""
 
     name: ClassVar[str] = "INT8"
@@ -38,42 +38,24 @@ class Int8Format(WeightFormat):
         groups = groups_of(said)
         return cls(is_stored=True) if groups and all(map(_is_int8, groups)) else None
 
-    def read(
-        self, weights: NamedTensors, fills: Mapping[str, Fill]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Passes on weights and scales to fills for both. For other fills, a weight and its scales
-        wait for each other and become plain numbers."""
-        waiting: dict[str, Tensor] = {}
-        for name, tensor in weights:
-            stem, _, kind = name.rpartition(".")
-            place = fills.get(f"{stem}.weight")
-            if is_of_activations(kind) or kind == _SHAPE:
-                continue
-            if kind == SCALE and place is not None:
-                part = _by_row(name, tensor, place.whole_shape[0])
-            elif kind == PACKED and place is not None:
-                part, kind = _unpacked(tensor, place.whole_shape[1]), "weight"
-            elif kind == "weight" and tensor.dtype is torch.int8:
-                part = tensor
-            else:
-                if kind == "weight" and f"{stem}.{SCALE}" in fills:
-                    raise ModelError(
-                        f"{name} is in {tensor.dtype}, and is expected INT8; use a checkpoint in "
-                        "which all projections of the layers are quantized."
-                    )
-                yield name, tensor
-                continue
-            if f"{stem}.{SCALE}" in fills:
-                yield f"{stem}.{kind}", part
-            elif stem in waiting:
-                yield f"{stem}.weight", waiting.pop(stem).float() * part.float()
-            else:
-                waiting[stem] = part
-        if waiting:
+    def is_quantized(self, kind: str, tensor: Tensor) -> bool:
+        return kind == PACKED or (kind == "weight" and tensor.dtype is torch.int8)
+
+    def spelled(self, name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
+        """float32 [rows, 1]"""
+        num_rows = shape[0]
+        if scales.numel() not in (1, num_rows):
             raise ModelError(
-                f"the checkpoint has {min(waiting)} in INT8 without its scales, or scales without "
-                "it. Download or copy it again."
+                f"{name} has shape {list(scales.shape)}, which does not belong to {num_rows} rows "
+                "with a scale each; config and weights belong to different models."
             )
+        return scales.float().reshape(-1, 1).expand(num_rows, 1)
+
+    def unpacked(self, data: Tensor, num_columns: int) -> Tensor:
+        return data if data.dtype is torch.int8 else _from_words(data, num_columns)
+
+    def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
+        return Int8Matrix(data, scales).plain(torch.float32)
 
     def made_up(self) -> WeightFormat:
         return Int8Format()
@@ -124,16 +106,7 @@ def _is_int8(group: Mapping[str, Any]) -> bool:
     return bool(is_known and group.get("num_bits") == 8 and group.get("type") == "int")
 
 
-def _by_row(name: str, scales: Tensor, rows: int) -> Tensor:
-    if scales.numel() not in (1, rows):
-        raise ModelError(
-            f"{name} has shape {list(scales.shape)}, which does not belong to {rows} rows with a "
-            "scale each; config and weights belong to different models."
-        )
-    return scales.float().reshape(-1, 1).expand(rows, 1)
-
-
-def _unpacked(words: Tensor, columns: int) -> Tensor:
+def _from_words(words: Tensor, columns: int) -> Tensor:
     """int32 [rows, columns / 4], the lowest byte first, as int8 [rows, columns]."""
     data = words.contiguous().view(torch.uint8)[:, :columns]
     return (data.to(torch.int16) - _OFFSET).to(torch.int8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.formats import PLAIN
 from manyroots.layers.weights.fp8 import Fp8Format, check_gpu
 from manyroots.models.decoder import Decoder
@@ -82,45 +84,35 @@ KINDS: dict[str, tuple[Quantize, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def is_quantized(name: str) -> bool:
-    return name.endswith("_proj.weight")
+PRODUCT = re.compile(r"layers\.\d+\..*(proj\w*|_linear|w[123])\.weight$")
+"""Products of the layers, but for routers and gates."""
 
 
-def save_quantized(folder: Path, model: str, kind: str) -> Any:
-    """A checkpoint of that kind; gives transformers' model with the same numbers."""
+def save_quantized(folder: Path, model: str, kind: str, pattern: re.Pattern[str] = PRODUCT) -> Any:
+    """A checkpoint of that kind, with the products whose names match; gives transformers' model
+    with the same numbers."""
     theirs = save_tiny(folder, model)
     quantize, suffix, config = KINDS[kind]
-    tensors = {}
-    numbers = theirs.state_dict()
+    tensors, numbers = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if not is_quantized(name):
-            tensors[name] = tensor
+        if not pattern.search(name):
+            tensors[name] = numbers[name] = tensor
             continue
         data, scales = quantize(tensor)
         tensors[name] = data
+        numbers[name] = rounded(tensor, quantize)
         tensors[f"{name.removesuffix('weight')}{suffix}"] = scales
         tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(3.0)
+    save_file(numbers, folder / "model.safetensors", {"format": "pt"})
+    theirs = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
     save_file(tensors, folder / "model.safetensors")
     set_config(folder, quantization_config=config)
-    whole = {}
-    for name, tensor in numbers.items():
-        if is_quantized(name):
-            whole[name] = rounded(tensor, quantize)
-        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            parts = 2 if "gate_up" in name else 1
-            whole[name] = torch.stack([
-                torch.cat([rounded(part, quantize) for part in matrix.chunk(parts)])
-                for matrix in tensor
-            ])  # fmt: skip
-        else:
-            whole[name] = tensor
-    theirs.load_state_dict(whole)
     return theirs
 
 
 def rounded(weight: Tensor, quantize: Quantize) -> Tensor:
     data, scales = quantize(weight)
-    if scales.numel() > 1 and scales.shape[1] > 1:
+    if scales.numel() > 1 and scales.shape[-1] > 1:
         scales = scales.repeat_interleave(16, 0)[: len(weight)].repeat_interleave(16, 1)
         scales = scales[:, : weight.shape[1]]
     return data.float() * scales
@@ -152,6 +144,56 @@ def test_q01_a_checkpoint_gives_the_logits_of_its_numbers(
     got = PagedModel(ours).step(prompts())
     for name, tokens in prompts().items():
         assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        ("qwen3-next", "fp8-block"),
+        ("qwen3.5", "compressed-channel"),
+        ("granite-h", "compressed-channel"),
+        ("falcon-h1", "fp8-tensor"),
+        ("lfm2", "compressed-block"),
+    ],
+)
+def test_q01_numbers_of_products_that_are_kept_unquantized_are_read_exactly(
+    model: str, kind: str, tmp_path: Path
+) -> None:
+    """Q01: the first products of recurrent mixers; and experts that are stacked with their
+    scales."""
+    theirs = save_quantized(tmp_path, model, kind)
+    ours = load(tmp_path)
+    kept = {isinstance(one.weight.data, ScaledMatrix) for one in ours.layers[0].products()}
+    assert kept == ({True} if model == "lfm2" else {True, False})
+    got = PagedModel(ours).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+def test_q01_a_weight_and_its_scales_may_come_in_any_order() -> None:
+    """Q01: for a product that is kept unquantized."""
+    numbers = torch.randn(40, 24, generator=torch.Generator().manual_seed(3))
+    data, scales = by_block(numbers)
+    both = [("head.weight", data), ("head.weight_scale_inv", scales)]
+    fills = {"head.weight": Fill(torch.empty(40, 24))}
+    for order in (both, both[::-1]):
+        [(name, got)] = Fp8Format(is_stored=True, block=BLOCK).read(order, fills)
+        assert name == "head.weight"
+        assert torch.equal(got, rounded(numbers, by_block))
+
+
+def test_q01_a_head_and_routers_in_fp8_are_read_exactly(tmp_path: Path) -> None:
+    """Q01: on two ranks."""
+    every = re.compile(r"(layers.*(proj|gate)|lm_head)\.weight$")
+    theirs = save_quantized(tmp_path, "qwen3-moe", "compressed-channel", every)
+
+    def rank(shard: LockstepShard) -> dict[str, Tensor]:
+        return PagedModel(load(tmp_path, shard=shard)).step(prompts())
+
+    results, _ = in_lockstep(2, rank)
+    for result in results:
+        for name, tokens in prompts().items():
+            assert_close("logits", result[name], expected(theirs, tokens), torch.float32)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
@@ -217,10 +259,24 @@ QUERY = "model.layers.1.self_attn.q_proj"
         (lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}), "q_proj.weight is in"),
         (lambda t: t.pop(f"{QUERY}.weight_scale"), f"missing {QUERY}.weight_scale"),
         (lambda t: t.update({f"{QUERY}.weight_scale": torch.ones(7)}), r"has shape \[7\]"),
-        (lambda t: t.update({"lm_head.weight_scale": torch.ones(1)}), "kept unquantized here"),
+        (
+            lambda t: t.update({"lm_head.weight_scale": torch.ones(1)}),
+            "scales of lm_head, and not a weight of lm_head in FP8",
+        ),
         (
             lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
-            "lm_head.weight is in torch.float8",
+            "a weight of lm_head in FP8, and not scales",
+        ),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e5m2)}),
+            "lm_head.weight .* is in torch.float8_e5m2: its weights are quantized",
+        ),
+        (
+            lambda t: t.update({
+                "lm_head.weight": torch.zeros(97, 40).to(torch.float8_e4m3fn),
+                "lm_head.weight_scale": torch.ones(1),
+            }),
+            r"lm_head.weight .* has shape \[97, 40\], but its config implies \[97, 48\]",
         ),
     ],
 )  # fmt: skip
@@ -268,7 +324,7 @@ def test_q01_bytes_are_counted_as_they_are_kept(tmp_path: Path) -> None:
 
 
 def test_g06_weights_are_updated_in_place_from_the_format_that_is_served(tmp_path: Path) -> None:
-    """G06: FP8 from FP8; an unquantized model takes no FP8, and the other way around."""
+    """G06: FP8 from FP8; an unquantized model takes the numbers of FP8."""
     one, other, plain = tmp_path / "one", tmp_path / "other", tmp_path / "plain"
     save_quantized(one, "llama", "fbgemm")
     save_quantized(other, "llama", "fbgemm")
@@ -282,8 +338,11 @@ def test_g06_weights_are_updated_in_place_from_the_format_that_is_served(tmp_pat
     assert torch.equal(model.weights()[f"{QUERY}.weight_scale"].place, before * 2)
     with pytest.raises(ModelError, match=r"is unquantized, .* are FP8; give weights in FP8"):
         rehearse(model, resolve_source(ModelSettings(model=str(plain))))
-    with pytest.raises(ModelError, match=r"is FP8, .* are unquantized; give unquantized weights"):
-        rehearse(load(plain), source)
+    unquantized = load(plain)
+    rehearse(unquantized, source)
+    refill(unquantized, source)
+    wanted = model.layers[1].mixers[0].qkv.weight.data.plain(torch.float32)
+    assert torch.equal(unquantized.layers[1].mixers[0].qkv.weight.data, wanted)
 
 
 def test_q04_scales_of_keys_and_values_are_refused_by_name_where_they_would_count(

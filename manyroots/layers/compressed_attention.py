@@ -140,7 +140,7 @@ class CompressedAttention:
             heads * dim // spec.out_groups, {"": spec.out_groups * spec.out_rank}, context,
             bias=False, side=Side.OUTPUT,
         )  # fmt: skip
-        self.out_a.weight.keep_numbers()  # groups of heads are multiplied separately
+        self.out_a.keep_numbers()  # groups of heads are multiplied separately
         self.out_b = Linear(
             spec.out_groups * spec.out_rank, {"": hidden}, context, bias=False, side=Side.INPUT
         )

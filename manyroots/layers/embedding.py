@@ -6,7 +6,6 @@ The two share one weight if the model ties them. Knows nothing of sampling.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -86,11 +85,7 @@ class LmHead:
         self._is_tied = tied_to is not None
         own = context.unquantized
         self.product = Linear(
-            own.hidden_size,
-            {"": rows.stop - rows.start},
-            own if tied_to is None else replace(own, device=torch.device("meta")),
-            bias=False,
-            side=Side.OUTPUT,
+            own.hidden_size, {"": rows.stop - rows.start}, own, bias=False, side=Side.OUTPUT
         )
         if tied_to is not None:
             self.product.weight = Weight(tied_to.weight[rows], own.dtype, own.format)

@@ -116,7 +116,7 @@ class LatentAttention:
             )
         both = {"": heads * (spec.nope + spec.value_dim)}
         self.kv_b = Linear(memory.latent, both, context, bias=False, side=Side.OUTPUT)
-        self.kv_b.weight.keep_numbers()
+        self.kv_b.keep_numbers()
         self.kv_b.site.is_recomputed = True
         self.o = Linear(
             heads * spec.value_dim, {"": hidden}, context, bias=spec.bias, side=Side.INPUT

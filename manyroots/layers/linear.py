@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
@@ -40,10 +41,10 @@ class Linear:
         """`parts`: this rank's width of each projection, by name; "" for a single one. `side`: the
         side that ranks divide. `pieces`: by projection name, the pieces of its output, if ranks
         divide it piece by piece."""
-        out_features = sum(parts.values())
-        data = context.format.matrix(out_features, in_features, context.dtype, context.device)
-        self.weight = Weight(data, context.dtype, context.format)
-        self.bias = context.empty(out_features) if bias else None
+        self._context, self._format = context, context.format
+        self._shape = sum(parts.values()), in_features
+        self._keeps_numbers = False
+        self.bias = context.empty(self._shape[0]) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces, side=side)
         self.pooled: LinearSite | None = None
         """The offsets of adapters' weights for it; None in a model without adapters."""
@@ -54,6 +55,17 @@ class Linear:
         }
         self._side, self._shard, self._pieces = side, context.shard, dict(pieces or {})
         self._kernels = context.kernels
+
+    @cached_property
+    def weight(self) -> Weight:
+        """Made when it is first used: a checkpoint's names for it determine its format."""
+        context = self._context
+        data = self._format.matrix(*self._shape, context.dtype, context.device)
+        return Weight(data, context.dtype, self._format, keeps_numbers=self._keeps_numbers)
+
+    def keep_numbers(self) -> None:
+        """For a layer that multiplies parts of its weight; call before the weight is made."""
+        self._keeps_numbers = True
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         return self.of(x, step.lora)
@@ -91,8 +103,10 @@ class Linear:
     def weights(self, name: str) -> Fills:
         """Destinations of a checkpoint's tensors for the projection `name`, or for those in the
         folder `name`."""
+        names = {part: f"{name}.{part}" if part else name for part in self._rows}
+        self._format = self._format.of(names.values())
         for part, rows in self._rows.items():
-            own = f"{name}.{part}" if part else name
+            own = names[part]
             pieces = self._pieces.get(part, ())
             for tensor, fill in self.weight.fills(own, rows, self._side, self._shard):
                 yield tensor, replace(fill, pieces=pieces)

@@ -14,6 +14,7 @@ activation, and to its down before it is weighted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,27 +31,16 @@ from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.lora.targets import Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
+PARTS = ("gate_proj", "up_proj", "down_proj")
+"""An expert's projections."""
+
 
 class Experts:
     """The stacked weights of all experts of one block."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        self._context, hidden_size = context, context.hidden_size
-        self._inner = inner = spec.intermediate_size
-        count = spec.num_experts
-
-        def matrices(rows: int, columns: int) -> ExpertMatrix:
-            return context.format.experts(
-                count, rows, columns, dtype=context.dtype, device=context.device
-            )
-
-        self.data = ExpertWeights(
-            gate_up=matrices(2 * inner, hidden_size),
-            down=matrices(hidden_size, inner),
-            gate_up_bias=context.empty(count, 2 * inner) if spec.bias else None,
-            down_bias=context.empty(count, hidden_size) if spec.bias else None,
-            activation=spec.activation,
-        )
+        self._spec, self._context, self._format = spec, context, context.format
+        hidden_size, count, inner = context.hidden_size, spec.num_experts, spec.intermediate_size
         kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
 
         def site(in_features: int, parts: dict[str, int], side: Side) -> LoraSite:
@@ -62,13 +52,34 @@ class Experts:
         self.gate_up_site = site(hidden_size, both, Side.OUTPUT)
         self.down_site = site(inner, {"down_proj": hidden_size}, Side.INPUT)
 
+    @cached_property
+    def data(self) -> ExpertWeights:
+        """Made when it is first used: a checkpoint's names for it determine its format."""
+        spec, context, hidden_size = self._spec, self._context, self._context.hidden_size
+        count, inner = spec.num_experts, spec.intermediate_size
+
+        def matrices(rows: int, columns: int) -> ExpertMatrix:
+            return self._format.experts(
+                count, rows, columns, dtype=context.dtype, device=context.device
+            )
+
+        return ExpertWeights(
+            gate_up=matrices(2 * inner, hidden_size),
+            down=matrices(hidden_size, inner),
+            gate_up_bias=context.empty(count, 2 * inner) if spec.bias else None,
+            down_bias=context.empty(count, hidden_size) if spec.bias else None,
+            activation=spec.activation,
+        )
+
     def weights(self, name: str) -> Fills:
         """Destinations of a checkpoint's tensors: each expert's three matrices, as views of the
         stack."""
-        inner, shard, data = self._inner, self._context.shard, self.data
-        fills, dtype = self._context.format.fills, self._context.dtype
+        experts = range(self._spec.num_experts)
+        self._format = self._format.of(f"{name}.{own}.{part}" for own in experts for part in PARTS)
+        inner, shard, data = self._spec.intermediate_size, self._context.shard, self.data
+        fills, dtype = self._format.fills, self._context.dtype
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
-        for expert in range(data.gate_up.shape[0]):
+        for expert in experts:
             own, gate_up = f"{name}.{expert}", data.gate_up[expert]
             for part, matrix, rows, side in (
                 ("gate_proj", gate_up, gates, Side.OUTPUT),

@@ -106,6 +106,8 @@ def load_model(
         check_gpu(device, "--kv-cache-dtype fp8 needs", "Leave it out")
     if load_format == "dummy":
         kept = kept.made_up()
+    elif kept.is_stored:
+        kept = kept.as_stored(_named(source, spec))
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
     as_blocks = keeps_blocks(quantization, source, dtype, device)
@@ -114,13 +116,15 @@ def load_model(
         kept = PackedFormat(as_blocks=as_blocks)
     try:
         model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels, format=kept)
-        model.num_bytes = num_bytes
         fills = model.weights()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
+    # Counted again: products that are kept unquantized take more. No page of a CPU is taken yet.
+    model.num_bytes = sum(fill.nbytes for fill in fills.values())
+    check_fits(model.num_bytes, source.name, dtype, device)
     weights = _weights(source, spec, fills, load_format, seed)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     model.pack_weights()
@@ -232,6 +236,18 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     if load_format == "dummy":
         return dummy.tensors(fills, seed)
+    weights = _named(source, spec)
+    if source.kind is SourceKind.GGUF:
+        return weights
+    if pages_in(spec) == FP8:
+        weights = _without_page_scales(weights)
+    weights = weight_format(source.config).read(weights, fills)
+    return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights
+
+
+def _named(source: ModelSource, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
+    """The stored tensors, with the decoder's names. A tensor of safetensors is a view of its file,
+    whose numbers are read when they are first used."""
     known = known_architecture(spec.architecture)
     if source.kind is SourceKind.GGUF:
         assert known.gguf is not None, "a GGUF file's config is of an architecture that has them"
@@ -243,12 +259,7 @@ def _weights(
         weights = prediction.named(
             weights, known.prediction, spec.num_layers, is_used=spec.prediction is not None
         )
-    if source.kind is SourceKind.GGUF:
-        return weights
-    if pages_in(spec) == FP8:
-        weights = _without_page_scales(weights)
-    weights = weight_format(source.config).read(weights, fills)
-    return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights
+    return weights
 
 
 def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -28,7 +28,8 @@ class Roofline:
     spec: ModelSpec
     dtype: torch.dtype
     weight_itemsize: float
-    """Bytes per number of the layers' products: less than the dtype's if they are in FP8."""
+    """Bytes per number of the layers' products: less than the dtype's if they are in FP8. For some
+    that are kept unquantized it is too little, so that the bytes remain a lower bound."""
     expert_itemsize: float | None = None
     """Bytes per number of experts only; None: the same."""
 

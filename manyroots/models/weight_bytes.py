@@ -21,7 +21,8 @@ def weight_bytes(
     spec: ModelSpec, num_head_rows: int, dtype: torch.dtype, kept: WeightFormat
 ) -> int:
     """Bytes of a rank's weights. All but the embedding and the head count in the format's size:
-    norms, biases and routers are too few to matter."""
+    norms, biases and routers are too few to matter. Larger products that are kept unquantized take
+    more, which `load` counts once their matrices are made."""
     head = 0 if spec.tie_word_embeddings else num_head_rows * spec.hidden_size
     whole = spec.vocab_size * spec.hidden_size + head
     experts = [layer.experts for layer in spec.all_layers if layer.experts is not None]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -78,6 +78,15 @@ class ScaledFormat(WeightFormat):
     @abstractmethod
     def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
         """The plain numbers of a weight, in float32; both are in the form that is kept."""
+
+    def as_stored(self, weights: NamedTensors) -> WeightFormat:
+        """What tensors are is more reliable than a config's patterns of names."""
+        left = set()
+        for name, tensor in weights:
+            stem, _, kind = name.rpartition(".")
+            if kind == "weight" and not self.is_quantized(kind, tensor):
+                left.add(stem)
+        return replace(self, unquantized_names=frozenset(left))
 
     def unpacked(self, data: Tensor, num_columns: int) -> Tensor:
         """A weight in the form that is kept."""

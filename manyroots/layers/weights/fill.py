@@ -58,6 +58,11 @@ class Fill:
         return self.place.shape
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that it fills."""
+        return self.place.nbytes
+
+    @property
     def values(self) -> Tensor:
         """The stored numbers, in the form that products read."""
         return self.place

@@ -39,6 +39,8 @@ class WeightFormat:
     is_stored: bool = False
     """Whether the checkpoint stores weights in this format; otherwise they are converted when
     loaded."""
+    unquantized_names: frozenset[str] = frozenset()
+    """Projections that the checkpoint leaves unquantized."""
 
     # What a checkpoint is
 
@@ -59,6 +61,11 @@ class WeightFormat:
         """A checkpoint of this format with the names of the fills."""
         yield from weights
 
+    def as_stored(self, weights: NamedTensors) -> WeightFormat:
+        """The format of a checkpoint with these tensors, whose numbers are not read: it may leave
+        projections unquantized."""
+        return self
+
     # What is kept of it
 
     def on(self, device: torch.device, *, is_asked: bool) -> WeightFormat:
@@ -76,6 +83,12 @@ class WeightFormat:
     def unquantized(self) -> WeightFormat:
         """The format of products whose few numbers matter much."""
         return self
+
+    def of(self, projections: Iterable[str]) -> WeightFormat:
+        """The format of a product, or of experts, with these projections: unquantized if one of
+        them is, because all share one matrix."""
+        is_left = any(name in self.unquantized_names for name in projections)
+        return self.unquantized if is_left else self
 
     def num_bytes(self, num_weights: int, dtype: torch.dtype) -> int:
         """Bytes of this many numbers of products."""

@@ -199,6 +199,10 @@ class RoundingFill(Fill):
     """Dtype of the checkpoint's numbers before they are rounded."""
 
     @property
+    def nbytes(self) -> int:
+        return self.place.nbytes + self.scales.nbytes
+
+    @property
     def values(self) -> Tensor:
         return (self.place.float() * self.scales).to(self.dtype)
 

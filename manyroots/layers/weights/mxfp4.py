@@ -125,6 +125,10 @@ class Mxfp4RoundingFill(Fill):
         return self.matrix.shape
 
     @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    @property
     def values(self) -> Tensor:
         return self.matrix.plain(self.dtype)
 

@@ -16,18 +16,22 @@ from manyroots.lora.targets import Side
 class Weight:
     """[out, in], as stored in checkpoints."""
 
-    def __init__(self, data: Matrix, dtype: torch.dtype, format: WeightFormat) -> None:
-        """`dtype` is the dtype of the computation; for plain numbers their own."""
+    def __init__(
+        self,
+        data: Matrix,
+        dtype: torch.dtype,
+        format: WeightFormat,
+        *,
+        keeps_numbers: bool = False,
+    ) -> None:
+        """`dtype` is the dtype of the computation; for plain numbers their own. `keeps_numbers`:
+        for a layer that multiplies parts of it; a copy if it is quantized."""
         self.data, self.dtype, self.format = data, dtype, format
         self.operand: Operand = data
         """The factor in products."""
         self.numbers: Tensor | None = None
-        """The weight as plain numbers, if `keep_numbers` was called."""
-        self._keeps_numbers = False
-
-    def keep_numbers(self) -> None:
-        """For a layer that multiplies parts of it; a copy if it is quantized."""
-        self._keeps_numbers = True
+        """The weight as plain numbers, if they are kept."""
+        self._keeps_numbers = keeps_numbers
 
     def pack(self) -> None:
         """Call whenever it was filled."""

@@ -19,6 +19,7 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.linear import Linear
 from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.formats import PLAIN
 from manyroots.layers.weights.fp8 import Fp8Format, check_gpu
@@ -131,6 +132,19 @@ def load(folder: Path, quantization: str = "auto", shard: Shard = WHOLE, **more:
     )  # fmt: skip
 
 
+def products_of(model: Decoder) -> list[Linear]:
+    return [*(one for layer in model.layers for one in layer.products()), model.head.product]
+
+
+def ranks_of(folder: Path) -> list[dict[str, Tensor]]:
+    """The logits that each of two ranks gives."""
+
+    def rank(shard: LockstepShard) -> dict[str, Tensor]:
+        return PagedModel(load(folder, shard=shard)).step(prompts())
+
+    return in_lockstep(2, rank)[0]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
 def test_q01_a_checkpoint_gives_the_logits_of_its_numbers(
@@ -186,14 +200,72 @@ def test_q01_a_head_and_routers_in_fp8_are_read_exactly(tmp_path: Path) -> None:
     """Q01: on two ranks."""
     every = re.compile(r"(layers.*(proj|gate)|lm_head)\.weight$")
     theirs = save_quantized(tmp_path, "qwen3-moe", "compressed-channel", every)
-
-    def rank(shard: LockstepShard) -> dict[str, Tensor]:
-        return PagedModel(load(tmp_path, shard=shard)).step(prompts())
-
-    results, _ = in_lockstep(2, rank)
-    for result in results:
+    for result in ranks_of(tmp_path):
         for name, tokens in prompts().items():
             assert_close("logits", result[name], expected(theirs, tokens), torch.float32)
+
+
+QUANTIZED = re.compile(r"layers\.(1\.mlp\..*|2\..*(?<!k)_proj)\.weight$")
+"""Products of a checkpoint that leaves the others unquantized: the first layer, the second's
+attention, and the third's keys, which share a matrix with queries."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [
+        ("fbgemm", {"modules_to_not_convert": ["layers.0", "layers.1.self_attn", "lm_head"]}),
+        ("compressed-block", {"ignore": ["lm_head", "re:.*layers.0.*", "re:.*1.self_attn.*"]}),
+    ],
+)
+def test_q01_projections_that_a_checkpoint_leaves_unquantized_stay_exact(
+    kind: str, left: dict[str, Any], tmp_path: Path
+) -> None:
+    """Q01: on one rank and on two, where a config names them by module or by pattern."""
+    theirs = save_quantized(tmp_path, "llama", kind, QUANTIZED)
+    set_config(tmp_path, quantization_config={**KINDS[kind][2], **left})
+    ours = load(tmp_path)
+    kept = [isinstance(one.weight.data, ScaledMatrix) for one in products_of(ours)]
+    first, second, third = [False] * 4, [False, False, True, True], [False, True, True, True]
+    assert kept == [*first, *second, *third, False]
+    fills = ours.weights()
+    assert ours.num_bytes == sum(fill.place.nbytes for fill in fills.values())
+    for name, numbers in theirs.state_dict().items():
+        if fills[name].place.dtype is torch.float32:
+            assert torch.equal(fills[name].place, numbers), name
+    two = [] if kind == "compressed-block" else ranks_of(tmp_path)  # 40 columns cut a block
+    for got in (PagedModel(ours).step(prompts()), *two):
+        for name, tokens in prompts().items():
+            assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+def test_q01_experts_of_which_some_are_unquantized_are_all_kept_so(tmp_path: Path) -> None:
+    """Q01: they share one matrix."""
+    some = re.compile(r"layers\.(0\.mlp\.experts\.[0-6]\..*|2.*)_proj\.weight$")
+    theirs = save_quantized(tmp_path, "qwen3-moe", "fp8-block", some)
+    ours = load(tmp_path)
+    stacks = [layer.feed_forward.experts.data for layer in ours.layers]
+    assert [isinstance(one.gate_up, ScaledMatrix) for one in stacks] == [False, False, True]
+    assert [isinstance(one.down, ScaledMatrix) for one in stacks] == [False, False, True]
+    got = PagedModel(ours).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+def test_g06_weights_are_updated_in_place_where_some_are_unquantized(tmp_path: Path) -> None:
+    """G06: a projection that is served unquantized takes the numbers of FP8, not the other way."""
+    part, whole = tmp_path / "part", tmp_path / "whole"
+    save_quantized(part, "llama", "fbgemm", QUANTIZED)
+    theirs = save_quantized(whole, "llama", "fbgemm")
+    sources = [resolve_source(ModelSettings(model=str(folder))) for folder in (part, whole)]
+    ours = load(part)
+    for source in (*sources, sources[1]):
+        rehearse(ours, source)
+        refill(ours, source)
+    got = PagedModel(ours).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+    with pytest.raises(ModelError, match=r"weight is in torch.float32, .* have it in FP8"):
+        rehearse(load(whole), sources[0])
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
@@ -234,12 +306,7 @@ def test_q01_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
             in_lockstep(2, lambda shard: load(tmp_path, shard=shard).dtype)
         return
     alone = PagedModel(load(tmp_path)).step(prompts())
-
-    def rank(shard: LockstepShard) -> dict[str, Tensor]:
-        return PagedModel(load(tmp_path, shard=shard)).step(prompts())
-
-    results, _ = in_lockstep(2, rank)
-    for result in results:
+    for result in ranks_of(tmp_path):
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
 
@@ -256,7 +323,10 @@ QUERY = "model.layers.1.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}), "q_proj.weight is in"),
+        (
+            lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}),
+            "scales of .*q_proj, and not a weight",
+        ),
         (lambda t: t.pop(f"{QUERY}.weight_scale"), f"missing {QUERY}.weight_scale"),
         (lambda t: t.update({f"{QUERY}.weight_scale": torch.ones(7)}), r"has shape \[7\]"),
         (

@@ -96,6 +96,28 @@ def test_int8_checkpoints_give_the_logits_of_their_numbers(
         assert_close("logits", plain[name], wanted, torch.float32)
 
 
+def test_projections_that_an_int8_checkpoint_leaves_unquantized_stay_exact(
+    tmp_path: Path,
+) -> None:
+    """Q01: the same seam as for FP8."""
+    theirs = save_int8(tmp_path, "llama", "pack-quantized")
+    numbers = theirs.state_dict()
+
+    def leave(tensors: dict[str, Tensor]) -> None:
+        for kind in ("weight_packed", "weight_scale", "weight_shape"):
+            del tensors[f"{QUERY}.{kind}"]
+        tensors[f"{QUERY}.weight"] = numbers[f"{QUERY}.weight"].clone()
+
+    change(tmp_path, leave)
+    ours = load(tmp_path)
+    qkv, o = list(ours.layers[1].products())[:2]
+    assert isinstance(qkv.weight.data, Tensor)
+    assert isinstance(o.weight.data, Int8Matrix)
+    got = PagedModel(ours).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
 def test_adapters_on_int8_weights_give_pefts_logits(tmp_path: Path) -> None:
     """Rows of two adapters and of the base model in one step."""
     base = save_int8(tmp_path, "llama", "pack-quantized")
@@ -162,7 +184,10 @@ QUERY = "model.layers.1.self_attn.q_proj"
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}), "q_proj.weight is in"),
+        (
+            lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}),
+            "scales of .*q_proj, and not a weight",
+        ),
         (lambda t: t.pop(f"{QUERY}.weight_scale"), f"missing {QUERY}.weight_scale"),
         (lambda t: t.update({f"{QUERY}.weight_scale": torch.ones(7)}), r"has shape \[7\]"),
         (lambda t: t.update({"lm_head.weight_scale": torch.ones(1)}), "scales of lm_head, and"),

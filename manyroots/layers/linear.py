@@ -104,7 +104,7 @@ class Linear:
         """Destinations of a checkpoint's tensors for the projection `name`, or for those in the
         folder `name`."""
         names = {part: f"{name}.{part}" if part else name for part in self._rows}
-        self._format = self._format.of(names.values())
+        self._format = self._context.format.of(names.values())
         for part, rows in self._rows.items():
             own = names[part]
             pieces = self._pieces.get(part, ())

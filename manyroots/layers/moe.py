@@ -39,7 +39,7 @@ class Experts:
     """The stacked weights of all experts of one block."""
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
-        self._spec, self._context, self._format = spec, context, context.format
+        self._spec, self._context, self._format = spec, context, context.format.for_experts
         hidden_size, count, inner = context.hidden_size, spec.num_experts, spec.intermediate_size
         kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
 
@@ -75,7 +75,8 @@ class Experts:
         """Destinations of a checkpoint's tensors: each expert's three matrices, as views of the
         stack."""
         experts = range(self._spec.num_experts)
-        self._format = self._format.of(f"{name}.{own}.{part}" for own in experts for part in PARTS)
+        names = (f"{name}.{expert}.{part}" for expert in experts for part in PARTS)
+        self._format = self._context.format.of(names).for_experts
         inner, shard, data = self._spec.intermediate_size, self._context.shard, self.data
         fills, dtype = self._format.fills, self._context.dtype
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)

@@ -62,6 +62,7 @@ _NAMES = tuple(
         (r"\.attn_sink$", ".sinks"),
         (r"(\.self_attn(?:\.compressor(?:\.indexer)?)?)\.norm\.", r"\1.kv_norm."),
         (r"\.ape$", ".position_bias"),
+        (r"(?<!_hc)\.scale$", ".weight_scale_inv"),
         (r"\.q_norm\.", ".q_a_norm."),
         (r"\.w(q_a|q_b|kv|o_a|o_b|gate)\.", r".\1_proj."),
         (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
@@ -145,11 +146,6 @@ def _experts(reader: ConfigReader, *, is_hashed: bool) -> SharedSpec:
 
 def _check(text: Any) -> None:
     """Refuse what this version does not compute."""
-    if getattr(text, "quantization_config", None) is not None:
-        raise ModelError(
-            "the checkpoint of this DeepSeek V4 is quantized; this version serves the architecture "
-            "in bfloat16, float16 or float32 alone. Convert it first."
-        )
     served: tuple[tuple[str, tuple[Any, ...]], ...] = (
         ("hidden_act", ("silu",)),
         ("swiglu_limit", (CLIP_LIMIT,)),
@@ -231,6 +227,9 @@ def _finish(values: Values) -> None:
         )
     values["qk_rope_head_dim"] = int(values["head_dim"] * values["partial_rotary_factor"])
     values["rope_parameters"] = _ropes(values)
+    said, dtype = values.get("quantization_config"), values.get("expert_dtype")
+    if isinstance(said, dict) and dtype is not None:
+        values["quantization_config"] = {"expert_dtype": dtype, **said}
 
 
 def _ropes(values: Values) -> Any:

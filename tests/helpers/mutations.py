@@ -1729,6 +1729,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "layers/weights/formats.py",
+        "is_left = any(name in self.unquantized_names",
+        "is_left = all(name in self.unquantized_names",
+        "an unquantized projection is put into a matrix of FP8",
+        (
+            "unit/models/test_fp8_loading.py::"
+            "test_q01_projections_that_a_checkpoint_leaves_unquantized_stay_exact[fbgemm-left0]",
+        ),
+    ),
+    Mutation(
+        "layers/weights/fp8.py",
+        "if cut == 1 and self.block is None:",
+        "if cut == 1 and matrix.has_row_scales:",
+        "ranks whose columns share one scale take the scales of all",
+        (
+            "unit/models/test_deepseek_fp4_loading.py::"
+            "test_q02_experts_of_deepseek_v4_stay_in_4_bits",
+        ),
+    ),
+    Mutation(
         "layers/context.py",
         "return self if kept is self.format else replace(self, format=kept)",
         "return self",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
@@ -67,6 +67,9 @@ def refuse_several() -> NoReturn:
 class ScaledFormat(WeightFormat):
     """A format whose checkpoints have scales beside weights."""
 
+    kinds: ClassVar[tuple[str, ...]] = ("weight",)
+    """Suffixes of destinations that take a weight and its scales as one."""
+
     @abstractmethod
     def is_quantized(self, kind: str, tensor: Tensor) -> bool:
         """Whether a tensor whose name ends with `kind` is a weight in this format."""
@@ -102,7 +105,7 @@ class ScaledFormat(WeightFormat):
             stem, _, kind = name.rpartition(".")
             if kind in _LEFT_OUT:
                 continue
-            place, is_kept = _matrix_of(stem, fills), f"{stem}.{SCALE}" in fills
+            place, is_kept = self._place_of(stem, fills), f"{stem}.{SCALE}" in fills
             is_scale = kind in _SCALES
             is_data = tensor.ndim == 2 and self.is_quantized(kind, tensor)
             if place is None or not (is_scale or is_data):
@@ -116,14 +119,25 @@ class ScaledFormat(WeightFormat):
                 pair[is_scale] = part
                 if len(pair) == 2:
                     del waiting[stem]
-                    scales = self.spelled(f"{stem}.{SCALE}", pair[True], pair[False].shape)
-                    yield f"{stem}.weight", self.numbers(pair[False], scales)
+                    yield self.joined(stem, pair[False], pair[True], fills)
             elif is_scale:
                 yield f"{stem}.{SCALE}", self.spelled(name, part, place.whole_shape)
             else:
                 yield f"{stem}.weight", part
         if waiting:
             self._refuse_half(waiting)
+
+    def joined(
+        self, stem: str, data: Tensor, scales: Tensor, fills: Mapping[str, Fill]
+    ) -> tuple[str, Tensor]:
+        """A weight and its scales for one destination, with its name."""
+        scales = self.spelled(f"{stem}.{SCALE}", scales, data.shape)
+        return f"{stem}.weight", self.numbers(data, scales)
+
+    def _place_of(self, stem: str, fills: Mapping[str, Fill]) -> Fill | None:
+        """The destination of a product's weight."""
+        places = (fills.get(f"{stem}.{kind}") for kind in self.kinds)
+        return next((one for one in places if one is not None and len(one.shape) > 1), None)
 
     def _refuse_half(self, waiting: Mapping[str, Mapping[bool, Tensor]]) -> NoReturn:
         stem = min(waiting)
@@ -136,9 +150,3 @@ class ScaledFormat(WeightFormat):
             f"{name} is in {tensor.dtype}, and the weights that are served have it in {self.name}; "
             "use a checkpoint in which the same projections are quantized."
         )
-
-
-def _matrix_of(stem: str, fills: Mapping[str, Fill]) -> Fill | None:
-    """The destination of a product's weight."""
-    place = fills.get(f"{stem}.weight")
-    return place if place is not None and len(place.shape) == 2 else None

@@ -90,6 +90,11 @@ class WeightFormat:
         is_left = any(name in self.unquantized_names for name in projections)
         return self.unquantized if is_left else self
 
+    @property
+    def for_experts(self) -> WeightFormat:
+        """The format of experts."""
+        return self
+
     def num_bytes(self, num_weights: int, dtype: torch.dtype) -> int:
         """Bytes of this many numbers of products."""
         return num_weights * dtype.itemsize

@@ -4,12 +4,16 @@ Supports three kinds of checkpoints: transformers' `fp8` (scales of blocks or of
 `fbgemm_fp8` (of rows), and `compressed-tensors` (of a tensor, of rows or of blocks). Unquantized
 ones are rounded when loaded, each row by its largest number. A GPU rounds activations by their own
 largest numbers, so a config's settings for them do not matter.
+
+Scales may be powers of two, a byte each (`ue8m0`). Experts beside such products may be in FP4
+(DeepSeek V4): two numbers a byte, with a power of two for 32 of them. They are kept in MXFP4 where
+the device has operators for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -25,9 +29,14 @@ from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
 from manyroots.layers.weights.compressed import SCALE, ScaledFormat, groups_of, refuse_several
 from manyroots.layers.weights.fill import Fill, FilledRows, Fills
 from manyroots.layers.weights.formats import PLAIN, WeightFormat
+from manyroots.layers.weights.mxfp4 import KIND, Mxfp4Format, joined, unpacked
 
 FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 instructions."""
+_FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
+"""Dtypes in which checkpoints have two numbers of FP4 as one."""
+_POWERS = (torch.uint8, torch.float8_e8m0fnu)
+"""Dtypes of scales that are powers of two: their exponents, with 127 added."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,18 @@ class Fp8Format(ScaledFormat):
 
     block: tuple[int, int] | None = None
     """Rows and columns that share a scale; None: a scale for each row, or for all."""
+    expert_format: WeightFormat | None = None
+    """The format of experts that the checkpoint has in FP4; None: they are in FP8, too."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("weight", KIND)
 
     @classmethod
     def stored_in(cls, said: Mapping[str, Any], model_type: str) -> Self | None:
         method = said.get("quant_method")
         if method == "fp8" and said.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
-            return cls(is_stored=True, block=_block(said.get("weight_block_size")))
+            experts = Mxfp4Format(is_stored=True) if said.get("expert_dtype") == "fp4" else None
+            block = _block(said.get("weight_block_size"))
+            return cls(is_stored=True, block=block, expert_format=experts)
         if method == "fbgemm_fp8":
             return cls(is_stored=True)
         groups = groups_of(said)
@@ -58,13 +73,16 @@ class Fp8Format(ScaledFormat):
         return cls(is_stored=True, block=blocks.pop())
 
     def is_quantized(self, kind: str, tensor: Tensor) -> bool:
-        return kind == "weight" and tensor.dtype is torch.float8_e4m3fn
+        return kind == "weight" and (tensor.dtype is torch.float8_e4m3fn or self._is_fp4(tensor))
+
+    def _is_fp4(self, tensor: Tensor) -> bool:
+        return self.expert_format is not None and tensor.dtype in _FP4
 
     def spelled(self, name: str, scales: Tensor, shape: Sequence[int]) -> Tensor:
         """float32 [rows, groups], the one form that `kernels/scaled.py` has."""
         num_rows, num_columns = shape
         num_groups = -(-num_columns // self._group(num_columns))
-        scales = scales.float()
+        scales = _as_numbers(scales)
         if self.block is None:
             if scales.numel() == 1:
                 return scales.reshape(1, 1).expand(num_rows, num_groups)
@@ -81,12 +99,36 @@ class Fp8Format(ScaledFormat):
     def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
         return ScaledMatrix(data, scales, self._group(data.shape[1])).plain(torch.float32)
 
+    def joined(
+        self, stem: str, data: Tensor, scales: Tensor, fills: Mapping[str, Fill]
+    ) -> tuple[str, Tensor]:
+        if not self._is_fp4(data):
+            return super().joined(stem, data, scales, fills)
+        rows, num_bytes = data.shape
+        shape = [rows, num_bytes / 16]  # a fraction equals no size
+        if list(scales.shape) != shape or scales.dtype not in _POWERS:
+            raise ModelError(
+                f"the scales of {stem} have shape {list(scales.shape)} in {scales.dtype}; FP4 has "
+                "a power of two for each 32 numbers of a row. Use another checkpoint."
+            )
+        blocks = data.view(torch.uint8).reshape(rows, -1, 16)
+        powers = scales.view(torch.uint8)
+        if f"{stem}.{KIND}" in fills:
+            return f"{stem}.{KIND}", joined(blocks, powers)
+        return f"{stem}.weight", unpacked(blocks, powers)
+
     def _group(self, num_columns: int) -> int:
         """Columns that share a scale."""
         return num_columns if self.block is None else self.block[1]
 
     def made_up(self) -> WeightFormat:
-        return Fp8Format()
+        experts = self.expert_format
+        return Fp8Format(expert_format=None if experts is None else experts.made_up())
+
+    def on(self, device: torch.device, *, is_asked: bool) -> WeightFormat:
+        if self.expert_format is None:
+            return self
+        return replace(self, expert_format=self.expert_format.on(device, is_asked=False))
 
     def check(self, device: torch.device) -> None:
         check_gpu(
@@ -97,6 +139,15 @@ class Fp8Format(ScaledFormat):
     @property
     def unquantized(self) -> WeightFormat:
         return PLAIN
+
+    @property
+    def for_experts(self) -> WeightFormat:
+        return self if self.expert_format is None else self.expert_format
+
+    def expert_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        if self.expert_format is None:
+            return super().expert_bytes(rows, columns, dtype)
+        return self.expert_format.expert_bytes(rows, columns, dtype)
 
     def num_bytes(self, num_weights: int, dtype: torch.dtype) -> int:
         return num_weights + (0 if self.block is None else 4 * num_weights // self.block[1])
@@ -125,7 +176,7 @@ class Fp8Format(ScaledFormat):
             yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=own.dtype)
             return
         yield f"{name}.weight", Fill(data, cut, shard)
-        if cut == 1 and matrix.has_row_scales:
+        if cut == 1 and self.block is None:
             cut = None
         elif cut == 1 and not shard.is_whole and data.shape[1] % matrix.group:
             raise ConfigError(
@@ -159,6 +210,11 @@ class Fp8Format(ScaledFormat):
         if not kernels.scaled_gemm.is_for(matrix, x.dtype):
             return F.linear(values_of(x), matrix.plain(x.dtype), bias)
         return kernels.scaled_gemm.linear(x, matrix, bias)
+
+
+def _as_numbers(scales: Tensor) -> Tensor:
+    """float32; of powers of two, too, whose bytes may be stored as whole numbers."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype in _POWERS else scales).float()
 
 
 def check_gpu(device: torch.device, what: str, remedy: str) -> None:

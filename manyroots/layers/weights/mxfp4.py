@@ -1,8 +1,9 @@
 """MXFP4, for experts only: 4 bits a number, with a power of two for each 32 numbers.
 
-gpt-oss' experts are published in it. Stored ones are copied bit by bit and only reordered; others
-are rounded when loaded. For unquantized destinations they are unpacked. In bfloat16 every value is
-exact except for the smallest powers, which no weight has.
+gpt-oss' experts are published in it, and DeepSeek V4's beside products in FP8 (`fp8.py`). Stored
+ones are copied bit by bit and only reordered; others are rounded when loaded. For unquantized
+destinations they are unpacked. In bfloat16 every value is exact except for the smallest powers,
+which no weight has.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Mxfp4Format(WeightFormat):
 
     def made_up(self) -> WeightFormat:
         return Mxfp4Format()
+
+    @property
+    def unquantized(self) -> WeightFormat:
+        return PLAIN
 
     def expert_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         return padded_bytes(rows, columns)

@@ -84,6 +84,20 @@ def test_q02_experts_equal_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @PATHS
+def test_q02_experts_of_deepseek_v4_equal_the_reference(
+    most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q02: without biases, and with another activation."""
+    monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
+    own = weights(dtype)
+    given = ExpertWeights(own.gate_up, own.down, activation=Activation.CLIPPED_SILU)
+    x, routing = randn(3, HIDDEN, dtype=dtype), routed(3)
+    out = fast.experts(x, routing, given, tiling=TILING)
+    equal_sums(out, reference.experts(x, routing, given), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@PATHS
 def test_q02_adapters_add_to_them_as_to_plain_numbers(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 
 LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
+MANTISSA_BITS = 3
+SMALLEST_POWER = float(torch.finfo(torch.float8_e4m3fn).smallest_normal)
+_EXPONENT = 0x7F800000
+"""The bits of a float32 that hold its power of two."""
 SIDE_STEP = 16
 """Inner dimensions are multiples of this on a GPU, so that rows are whole 16-byte loads."""
 TILE_COLUMNS = 128
@@ -103,17 +107,12 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     least = rows.abs().amax(-1, keepdim=True) / LARGEST
     # A row of zeros has a scale, too.
     least = torch.where(least > 0, least, torch.ones_like(least))
-    best = _rounded(rows, least)
-    scales, lowest = least, _error(rows, best, least)
+    scales, lowest = least, _error(rows, least)
     for step in range(1, NUM_SCALES):
         scale = least * 2 ** (step / NUM_SCALES)
-        data = _rounded(rows, scale)
-        error = _error(rows, data, scale)
-        is_better = error < lowest
-        best = torch.where(is_better, data.view(torch.uint8), best.view(torch.uint8))
-        best = best.view(torch.float8_e4m3fn)
-        scales, lowest = torch.where(is_better, scale, scales), torch.minimum(error, lowest)
-    return best, scales
+        error = _error(rows, scale)
+        scales, lowest = torch.where(error < lowest, scale, scales), torch.minimum(error, lowest)
+    return _rounded(rows, scales), scales
 
 
 def quantize_rows_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,5 +127,14 @@ def _rounded(rows: Tensor, scales: Tensor) -> Tensor:
     return (rows / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
-def _error(rows: Tensor, data: Tensor, scales: Tensor) -> Tensor:
-    return (data.float() * scales - rows).square().sum(-1, keepdim=True)
+def _error(rows: Tensor, scales: Tensor) -> Tensor:
+    nearest = _nearest((rows / scales).clamp_(-LARGEST, LARGEST))
+    return nearest.mul_(scales).sub_(rows).square_().sum(-1, keepdim=True)
+
+
+def _nearest(numbers: Tensor) -> Tensor:
+    """float32: the numbers of E4M3 nearest to these. On a CPU it takes half as long as a conversion
+    to E4M3 and back."""
+    powers = (numbers.view(torch.int32) & _EXPONENT).view(torch.float32)
+    distances = powers.clamp_(min=SMALLEST_POWER).mul_(2.0**-MANTISSA_BITS)
+    return (numbers / distances).round_().mul_(distances)

@@ -16,7 +16,7 @@ from manyroots.kernels.fused_moe import torch_ops as moe_ops  # isort: skip
 from manyroots.kernels.fused_moe import triton as moe  # isort: skip
 from manyroots.kernels.fused_moe.routing import Scoring  # isort: skip
 from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
-from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows  # isort: skip
+from manyroots.kernels.scaled import LARGEST, ScaledMatrix, _nearest, quantize_rows  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip
 
@@ -66,6 +66,14 @@ def test_q01_the_scale_with_the_least_error_is_taken() -> None:
     after = (data.float() * scales - rows).square().sum(1)
     assert bool((after <= before).all())
     assert after.sum() < 0.95 * before.sum()
+
+
+def test_q01_the_nearest_numbers_are_those_of_the_conversion() -> None:
+    """Q01: ties and the smallest numbers, too."""
+    numbers = torch.cat((torch.linspace(-LARGEST, LARGEST, 100_001), randn(10_000).cpu() * 2**-8))
+    ties = torch.arange(-64.0, 64.0) * 2**-10
+    for each in (numbers, ties, 64 * ties):
+        assert torch.equal(_nearest(each), each.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

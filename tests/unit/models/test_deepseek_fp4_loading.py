@@ -54,13 +54,22 @@ def by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / every).to(torch.float8_e4m3fn), scales.to(torch.float8_e8m0fnu)
 
 
-def save_published(folder: Path, *, seed: int = 0) -> Any:
-    """A checkpoint as published; gives transformers' model with the numbers that transformers
-    reads of it."""
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+def as_read(data: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of a weight, as transformers 5.23 reads them: FP4 has 32 to a scale, two to a
+    byte, the lower half first."""
+    powers = scales.float()
+    if data.dtype is not torch.int8:
+        every = powers.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        return data.float() * every[: data.shape[0], : data.shape[1]]
+    halves = data.view(torch.uint8)
+    codes = torch.stack((halves & 15, halves >> 4), dim=-1).flatten(-2).int()
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7]
+    return torch.where(codes > 7, -sizes, sizes) * powers.repeat_interleave(32, 1)
 
+
+def save_published(folder: Path, *, seed: int = 0) -> Any:
+    """A checkpoint as published; gives transformers' model with its numbers."""
     theirs = save_tiny(folder, "deepseek-v4", seed=seed, **SIZES)
-    read = Fp8Dequantize(None)._dequantize_one
     tensors, numbers = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         if FP4.search(name):
@@ -72,10 +81,7 @@ def save_published(folder: Path, *, seed: int = 0) -> Any:
             tensors[name] = numbers[name] = tensor
             continue
         tensors[name], tensors[f"{name.removesuffix('weight')}scale"] = data, scales
-        rows, columns = tensor.shape
-        if FP8.search(name):
-            data = torch.nn.functional.pad(data.float(), (0, -columns % 16, 0, -rows % 16))
-        numbers[name] = read(data, scales, torch.float32)[:rows, :columns].contiguous()
+        numbers[name] = as_read(data, scales)
     save_file(numbers, folder / "model.safetensors", {"format": "pt"})
     theirs = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
     save_file(tensors, folder / "model.safetensors")

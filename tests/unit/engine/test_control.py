@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -99,18 +101,25 @@ async def _is_resumed_while_a_pause_waits(client: ProcessClient, slow: Path) -> 
 async def _asleep_with_a_load_under_way(
     client: ProcessClient, path: str
 ) -> asyncio.Task[LoraReply]:
-    """The last message before the engine is told to end: no process would answer it."""
+    """The last message before the engine is told to end: no process would answer it. The engine
+    gets both messages at once, however slow this process is."""
     loads: list[asyncio.Task[LoraReply]] = []
-    real = client.pause
+    real, pid = client.pause, client.pid
+    assert pid is not None
 
     async def pause(mode: PauseMode) -> None:
         await real(mode)
+        os.kill(pid, signal.SIGSTOP)
         load = client.load_adapter(LoadLora(0, AdapterName("late"), path))
         loads.append(asyncio.create_task(load))
         await asyncio.sleep(0)
 
-    with mock.patch.object(client, "pause", pause):
-        await client.sleep(PauseMode.ABORT)
+    try:
+        with mock.patch.object(client, "pause", pause):
+            await client.sleep(PauseMode.ABORT)
+        await asyncio.sleep(0.5)  # a thread of zmq's sends both
+    finally:
+        os.kill(pid, signal.SIGCONT)
     return loads[0]
 
 

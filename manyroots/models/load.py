@@ -122,7 +122,8 @@ def load_model(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
-    # Counted again: products that are kept unquantized take more. No page of a CPU is taken yet.
+    # Products that are kept unquantized take more than `weight_bytes` says. A CPU's memory is not
+    # in use before it is filled, so it is not too late to refuse the model.
     model.num_bytes = sum(fill.nbytes for fill in fills.values())
     check_fits(model.num_bytes, source.name, dtype, device)
     weights = _weights(source, spec, fills, load_format, seed)

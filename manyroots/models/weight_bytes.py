@@ -79,7 +79,7 @@ def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.devi
     most = device_bytes(device)
     if num_bytes > most:
         raise ModelError(
-            f"{name} has {num_bytes / 2**30:.1f} GiB of weights as {dtype}, by its config, and all "
+            f"{name} has {num_bytes / 2**30:.1f} GiB of weights as {dtype}, and all "
             f"memory of {device} is {most / 2**30:.1f} GiB. Choose a smaller model, --dtype "
             "bfloat16 or a higher --tensor-parallel-size; or correct the config."
         )

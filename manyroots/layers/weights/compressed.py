@@ -119,7 +119,7 @@ class ScaledFormat(WeightFormat):
                 pair[is_scale] = part
                 if len(pair) == 2:
                     del waiting[stem]
-                    yield self.joined(stem, pair[False], pair[True], fills)
+                    yield self.paired(stem, pair[False], pair[True], fills)
             elif is_scale:
                 yield f"{stem}.{SCALE}", self.spelled(name, part, place.whole_shape)
             else:
@@ -127,7 +127,7 @@ class ScaledFormat(WeightFormat):
         if waiting:
             self._refuse_half(waiting)
 
-    def joined(
+    def paired(
         self, stem: str, data: Tensor, scales: Tensor, fills: Mapping[str, Fill]
     ) -> tuple[str, Tensor]:
         """A weight and its scales for one destination, with its name."""

@@ -99,11 +99,11 @@ class Fp8Format(ScaledFormat):
     def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
         return ScaledMatrix(data, scales, self._group(data.shape[1])).plain(torch.float32)
 
-    def joined(
+    def paired(
         self, stem: str, data: Tensor, scales: Tensor, fills: Mapping[str, Fill]
     ) -> tuple[str, Tensor]:
         if not self._is_fp4(data):
-            return super().joined(stem, data, scales, fills)
+            return super().paired(stem, data, scales, fills)
         rows, num_bytes = data.shape
         shape = [rows, num_bytes / 16]  # a fraction equals no size
         if list(scales.shape) != shape or scales.dtype not in _POWERS:

@@ -6,10 +6,10 @@ plants each fault that names tests (with a text, those whose name has it) in the
 runs these tests, each up to its first case that fails. With a text, it runs those cases without any
 fault in the end; without one, the suite does that.
 
-The slow imports of a test process happen once, before the forks. The package itself is not imported
-then, so each process reads the file as it is at that time, and so do tests that read the source or
-start processes. Compiled files are keyed by the text of their source. Each line printed is JSON:
-the fault's name (null without), and how each case ended.
+The slow imports of a test process happen once, before the forks, unless faults are few. The package
+itself is not imported then, so each process reads the file as it is at that time, and so do tests
+that read the source or start processes. Compiled files are keyed by the text of their source. Each
+line printed is JSON: the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ import pytest
 import tests.conftest  # noqa: F401  what holds for every test is set before torch is imported
 from tests.helpers.detector import bare_pytest
 from tests.helpers.mutations import MUTATIONS
+from tests.helpers.plant import is_of
 
 OWN = ("manyroots", "tests", "tools", "examples")
 ROOMS_LEFT_OUT = ("ray", "gpu", "e2e")
 """No fault names a test of these. Ray's modules start threads."""
+FEW = 3
+"""For so many faults it is quicker to import and compile in each process what it needs."""
 
 
 class _Outcomes:
@@ -60,11 +63,6 @@ class _Outcomes:
 
     def _node(self, case: str) -> str:
         return next(node for node in self._nodes if is_of(case.removeprefix("tests/"), node))
-
-
-def is_of(case: str, node: str) -> bool:
-    """Whether a test's name means this case, by itself or with all of its parameters."""
-    return case == node or case.startswith(f"{node}[")
 
 
 def warm_up() -> None:
@@ -94,6 +92,12 @@ def _import_as(statement: ast.stmt) -> None:
                 imported = importlib.import_module(module)
                 for name in names:  # transformers imports a model when its class is asked for
                     getattr(imported, name, None)
+
+
+def compile_all() -> None:
+    by_text = PycInvalidationMode.CHECKED_HASH
+    for folder in ("manyroots", "tests"):
+        compileall.compile_dir(folder, quiet=1, force=True, invalidation_mode=by_text)
 
 
 def outcomes(nodes: Iterable[str]) -> dict[str, str]:
@@ -130,7 +134,7 @@ def main() -> int:
     if Path(".git").exists():
         print(
             "this is a checkout, and a run that is ended would leave a fault in it; "
-            "use `pytest tests/property/test_mutations.py`, which makes a copy.",
+            "use `make faults`, which makes a copy.",
             file=sys.stderr,
         )
         return 2
@@ -138,10 +142,9 @@ def main() -> int:
     chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
     sys.dont_write_bytecode = True  # no compiled file of a planted fault may remain
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    warm_up()
-    for folder in ("manyroots", "tests"):
-        by_text = PycInvalidationMode.CHECKED_HASH
-        compileall.compile_dir(folder, quiet=1, force=True, invalidation_mode=by_text)
+    if len(chosen) > FEW:
+        warm_up()
+        compile_all()
     noticed = set()
     for mutation in chosen:
         path = Path("manyroots") / mutation.file

@@ -1,7 +1,8 @@
 """Cached against cold: random conversations through two real engines around one tiny model.
 
     python -m tests.soaks.differential [--mix NAME] [--traces 500] [--seed 0] [--results FILE]
-                                       [--ranks 2] [--tier host|files|redis]
+                                       [--ranks 2] [--tier host|files|redis] [--part 25]
+                                       [--jobs N] [--minutes M]
 
 The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
 prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
@@ -15,18 +16,25 @@ started again after its traces and finds what the last one stored of the first h
 warm engine is divided over so many processes.
 
 Prints JSON: what was compared, and how much of it was reused. Every 25 traces get engines of their
-own and a line in the file of results, if there is one; what is there already is not run again.
+own and a line in the file of results, if there is one; what is there already is not run again. So
+the same command continues a run that was ended. Exits with 1 where a part differs, and with 2 where
+`--minutes` were over before all parts began. Needs torch, numpy, safetensors and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +132,7 @@ Few traces retract: 1 in 11 with this share, none in 5 with 0.10."""
 SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
 LONG = (17, 26, 41)
 """Tokens that are asked for."""
-TRACES_AT_ONCE = 25
+TRACES_OF_A_PART = 25
 TIERS = ("none", "host", "files", "redis")
 NUM_HOST_PAGES = 120
 """Four times what the device has, and less than a run's traces have."""
@@ -329,46 +337,104 @@ def _compare(warm: Any, cold: list[Any], found: Found, where: str) -> None:
         found.near_ties += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Traces that one pair of engines runs."""
+
+    mix: str
+    first: int
+    end: int
+    ranks: int
+    tier: str
+
+    def run(self) -> dict[str, Any]:
+        """A line of the results; with `failure` where a token differs."""
+        try:
+            found = run(self.mix, range(self.first, self.end), self.ranks, self.tier)
+        except Exception as error:  # other parts run, whatever this one ends with
+            return {**asdict(self), "failure": f"{type(error).__name__}: {error}"}
+        return {**asdict(self), **asdict(found)}
+
+    def is_of(self, line: dict[str, Any]) -> bool:
+        return line.items() >= asdict(self).items()
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mix", choices=sorted(ALL_MIXES), action="append")
     parser.add_argument("--traces", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", type=int, default=TRACES_OF_A_PART, help="traces on one engine")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--tier", choices=TIERS, default="none")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
+    parser.add_argument("--minutes", type=float, help="begin no part after this time")
     parser.add_argument("--results", type=Path, help="a line for each part, to go on from")
     options = parser.parse_args(arguments)
+    ends = range(options.seed, options.seed + options.traces)
+    parts = [
+        Part(mix, first, min(first + options.part, ends.stop), options.ranks, options.tier)
+        for mix in options.mix or ALL_MIXES
+        for first in ends[:: options.part]
+    ]
+    lines = _known(options.results)
+    missing = [part for part in parts if not any(part.is_of(line) for line in lines)]
+    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
+    failures = []
+    for line in _lines(missing, options.jobs, until):
+        if "failure" in line:
+            failures.append(line["failure"])
+            print(line["failure"], file=sys.stderr, flush=True)
+            continue
+        lines.append(line)
+        if options.results is not None:
+            with options.results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    done = [line for line in lines if any(part.is_of(line) for part in parts)]
     for mix in options.mix or ALL_MIXES:
-        print(json.dumps(_whole(mix, options)), flush=True)
-    return 0
+        print(json.dumps(_total(mix, options, done)), flush=True)
+    return 1 if failures else 2 if len(done) < len(parts) else 0
 
 
-def _whole(mix: str, options: argparse.Namespace) -> dict[str, Any]:
-    """All traces of a mix, those that are among the results without running them again."""
+def _lines(parts: list[Part], jobs: int, until: float | None) -> Iterator[dict[str, Any]]:
+    """The parts' results, as they are there; none begins after `until`."""
+    if jobs == 1:
+        found = (_run_in_time(part, until) for part in parts)
+        yield from (line for line in found if line is not None)
+        return
+    # New processes: a fork would carry over the threads and locks of the caller.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(_run_in_time, part, until) for part in parts]
+        for future in as_completed(futures):
+            line = future.result()
+            if line is not None:
+                yield line
+
+
+def _run_in_time(part: Part, until: float | None) -> dict[str, Any] | None:
+    return None if until is not None and time.monotonic() > until else part.run()
+
+
+def _total(mix: str, options: argparse.Namespace, lines: list[dict[str, Any]]) -> dict[str, Any]:
     total: Counter[str] = Counter()
-    end = options.seed + options.traces
-    for first in range(options.seed, end, TRACES_AT_ONCE):
-        seeds = range(first, min(first + TRACES_AT_ONCE, end))
-        where = {"ranks": options.ranks, "tier": options.tier}
-        key = {"mix": mix, "first": seeds.start, "end": seeds.stop, **where}
-        part = _known(options.results, key)
-        if part is None:
-            part = {**key, **asdict(run(mix, seeds, **where))}
-            if options.results is not None:
-                with options.results.open("a") as file:
-                    file.write(json.dumps(part) + "\n")
-        total.update({name: part[name] for name in part.keys() - key.keys()})
+    names = [name for name in Found.__dataclass_fields__ if name != "mix"]
+    for line in lines:
+        if line["mix"] == mix:
+            total.update({name: line[name] for name in names})
     return {"mix": mix, "ranks": options.ranks, "tier": options.tier, **total}
 
 
-def _known(results: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
+def _known(results: Path | None) -> list[dict[str, Any]]:
+    """Lines of the file; not one that the end of a run cut off."""
     if results is None or not results.exists():
-        return None
-    for line in results.read_text().splitlines():
-        part: dict[str, Any] = json.loads(line)
-        if part.items() >= key.items():
-            return part
-    return None
+        return []
+    found, whole = [], results.read_text()
+    if not whole.endswith("\n"):
+        results.write_text(whole + "\n")
+    for text in whole.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(text))
+    return found
 
 
 if __name__ == "__main__":

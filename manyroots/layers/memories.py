@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError
-from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
+from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes, TokenRuns
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.compressed.step import ChosenStep, RowsStep
 from manyroots.kernels.latent.inputs import row_bytes
@@ -54,6 +54,8 @@ class StepRows:
     """These five as in `AttentionMetadata`."""
     shared: tuple[Tensor, Tensor, Tensor] | None
     """Prefixes that decoding rows share: the fields of `SharedPrefixes`, by family of pages."""
+    runs: TokenRuns | None
+    """As in `AttentionMetadata`."""
     max_chunk: int
     """The most tokens of one sequence."""
     page_size: int
@@ -173,6 +175,7 @@ class KV(_Paged):
             slot_mapping=SlotMapping(rows.pages[place], rows.offsets),
             window=self.window or 0,
             shared=shared,
+            runs=rows.runs,
             order=rows.order,
             is_padded=rows.is_padded,
         )

@@ -76,6 +76,7 @@ class Forward:
             blocks=views.blocks,
             order=views.order,
             shared=views.shared,
+            runs=views.runs,
             max_chunk=max_chunk,
             page_size=self._page_size,
             is_padded=is_padded,

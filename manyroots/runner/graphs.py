@@ -30,7 +30,7 @@ from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
 from manyroots.runner.step_arrays import NamedArrays
 
-_SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
 _SIZE_STEP = 32
 _RARE_IN_USE = 24
 """Graphs of rare kinds that room is left for."""
@@ -59,6 +59,8 @@ class GraphKey:
     """Whether rows begin with the same pages, which are read once for them."""
     mixed: MixedShape | None = None
     """Of a step with prompts; None for one of single tokens."""
+    in_runs: bool = False
+    """Whether rows are consecutive tokens of sequences, whose histories are read once."""
 
 
 class Replayed(Protocol):
@@ -95,12 +97,15 @@ class Graphs:
         device: torch.device,
         capture: bool,
         first_runs: FirstRuns,
+        checks_drafts: bool = False,
     ) -> None:
+        """`checks_drafts`: whether there are steps in runs."""
         self._model = model
         self._choose = choose
         self._blank = blank
         self._sizes = graph_sizes(max_num_rows)
         self._kinds = (False, True) if has_adapters else (False,)
+        self._in_runs = (False, True) if checks_drafts else (False,)
         self._device = device
         self._captures = capture
         self._first_runs = first_runs
@@ -131,7 +136,7 @@ class Graphs:
         step is two graphs."""
         key = GraphKey(
             len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
-            "shared_lens" in arrays, mixed,
+            "shared_lens" in arrays, mixed, "run_starts" in arrays,
         )  # fmt: skip
         self.used[key] += 1
         captured = self._graph_of(key)
@@ -168,19 +173,30 @@ class Graphs:
         if not self._captures:
             return
         keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
-        keys += [GraphKey(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        keys += self._single_tokens()[::-1]
         for key in track(keys, total=len(keys), label="Capturing graphs"):
             if key not in self._graphs:
                 self._graphs[key] = self._capture(key)
 
     def launch_all(self, mixed: Sequence[MixedShape]) -> None:
         """Every kind of step once, kernel by kernel; rare kinds, too."""
-        sizes = [GraphKey(size, kind) for size in self._sizes for kind in self._kinds]
+        sizes = self._single_tokens()
         keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
         few = [*sizes, *keys[: len(self._kinds)], *keys[-len(self._kinds) :]]
         for key in (*sizes, *keys, *(replace(key, shares=True) for key in few)):
             views = send(self._blank(key), self._device)
             self._choose(self._model(views, key), views)
+
+    def _single_tokens(self) -> list[GraphKey]:
+        """Every kind of step of single tokens that is not rare, the largest last. A run of one
+        token is none."""
+        return [
+            GraphKey(size, kind, in_runs=in_runs)
+            for size in self._sizes
+            for kind in self._kinds
+            for in_runs in self._in_runs
+            if size > 1 or not in_runs
+        ]
 
     def measure(self, num_kinds: int, mixed: Sequence[MixedShape]) -> int:
         """Bytes that all graphs will take, of so many kinds for each size: the largest ones',
@@ -190,7 +206,8 @@ class Graphs:
             return 0
         keys = [GraphKey(shape.num_tokens, with_adapters=False, mixed=shape) for shape in mixed[:1]]
         keys += [GraphKey(size, with_adapters=False) for size in self._sizes[:-3:-1]]
-        num_further = num_kinds * (len(self._sizes) + len(mixed)) + _RARE_IN_USE
+        num_sizes = len(self._in_runs) * len(self._sizes)
+        num_further = num_kinds * (num_sizes + len(mixed)) + _RARE_IN_USE
         taken = []
         for key in keys:
             torch.cuda.empty_cache()

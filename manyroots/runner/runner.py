@@ -75,9 +75,6 @@ from manyroots.store.tier_copies import TierCopies
 MAX_WAIT_S = 0.005
 """How long a plan that waits may hold the thread: a request that comes meanwhile should not wait
 for another request's adapter."""
-SHARED_DRAFT_LEN = 4096
-"""The positions of a draft read the same pages. With shorter contexts, finding out what rows share
-takes longer than reading it again."""
 _NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
 
 T = TypeVar("T")
@@ -176,6 +173,7 @@ class ModelRunner:
                 device=self._device,
                 capture=is_gpu and use_graphs,
                 first_runs=self._first_runs,
+                checks_drafts=drafts,
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
@@ -333,7 +331,9 @@ class ModelRunner:
         rows = inputs.rows[inputs.sampling]
         size = graphs.size_for(len(inputs.rows))
         arrays = self._packets.single_tokens(inputs, size)
-        if not plan.drafts or inputs.context_lens.max() > SHARED_DRAFT_LEN:
+        if plan.drafts:
+            arrays |= self._packets.guessed(inputs, arrays)
+        else:
             arrays |= self._packets.shared(inputs, size)
         drafts = self._begin_drafts(plan, inputs)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None

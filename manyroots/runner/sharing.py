@@ -18,9 +18,9 @@ from manyroots.kernels.attention.sharing import (
     shared_groups,
 )
 from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.inputs import StepInputs
+from manyroots.runner.inputs import Int64s, StepInputs
 from manyroots.runner.step_arrays import NamedArrays
-from manyroots.step import Plan
+from manyroots.step import Int32s, Plan
 
 NAMES = ("shared_lens", "shared_members", "shared_blocks")
 
@@ -42,7 +42,14 @@ class Sharing:
     def arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
         """The arrays of the decoding rows, padded to `size`; {} if sharing gains nothing."""
         count = inputs.num_decodes
-        rows, lens = inputs.rows[:count], inputs.context_lens[:count]
+        groups = self._groups_of(inputs.rows[:count], inputs.context_lens[:count])
+        return packed(groups, size, self._page_size) if any(groups) else {}
+
+    def gains(self, rows: Int32s, lens: Int64s) -> bool:
+        """Whether these rows, which see so many tokens, share enough."""
+        return any(self._groups_of(rows, lens))
+
+    def _groups_of(self, rows: Int32s, lens: Int64s) -> list[list[PrefixGroup]]:
         key = rows.tobytes()
         if not key or key != self._found_for:
             self._found_for = key
@@ -50,7 +57,7 @@ class Sharing:
                 [] if window else shared_groups(table, rows, lens, self._page_size)
                 for table, window in zip(self._batch.page_tables, self._windows, strict=True)
             ]
-        return packed(self._groups, size, self._page_size) if any(self._groups) else {}
+        return self._groups
 
 
 def packed(groups: Sequence[Sequence[PrefixGroup]], size: int, page_size: int) -> NamedArrays:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyroots.kernels.attention.paged import longest_first, query_blocks
+from manyroots.kernels.attention.paged import longest_first, query_blocks, token_runs
 from manyroots.kernels.lora_ops.sites import block_rows_for, most_blocks, row_blocks
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.step import Int32s
@@ -50,6 +50,12 @@ def decode_order(lens: Int32s) -> NamedArrays:
     """The order to begin rows that decode, if they are many."""
     order = longest_first(lens)
     return {} if order is None else {"order": order}
+
+
+def run_arrays(rows: Int64s, lens: Int32s) -> NamedArrays:
+    """Which tokens of a padded step of single tokens follow each other in one sequence."""
+    starts, count = token_runs(rows, lens)
+    return {"run_starts": starts, "num_runs": np.array([count], np.int32)}
 
 
 def decode_arrays(

@@ -18,11 +18,15 @@ from manyroots.runner.step_arrays import (
     NamedArrays,
     decode_arrays,
     decode_order,
+    run_arrays,
     sampling_rows,
     sequence_arrays,
     token_arrays,
 )
 from manyroots.step import Int32s
+
+SHARED_DRAFT_LEN = 4096
+"""With shorter contexts, finding out what sequences share takes longer than reading it again."""
 
 
 class StepPackets:
@@ -77,6 +81,17 @@ class StepPackets:
         """The prefixes that decoding rows share, padded to `size`; {} if sharing gains nothing."""
         return {} if self._sharing is None else self._sharing.arrays(inputs, size)
 
+    def guessed(self, inputs: StepInputs, arrays: NamedArrays) -> NamedArrays:
+        """What attention knows of a step of single tokens that checks guesses; `arrays` are its
+        others. A sequence's history is read once for all of its tokens. If several sequences share
+        long prefixes, these are read once instead."""
+        lens = inputs.context_lens
+        if self._sharing is not None and lens.max() > SHARED_DRAFT_LEN:
+            is_first = np.append(True, inputs.rows[1:] != inputs.rows[:-1])
+            if self._sharing.gains(inputs.rows[is_first], lens[is_first]):
+                return self.shared(inputs, len(arrays["lens"]))
+        return run_arrays(arrays["token_rows"], arrays["lens"])
+
     def blank(self, key: GraphKey) -> NamedArrays:
         """The arrays of a step that changes nothing, with the sizes and types of every other."""
         num_rows = key.size
@@ -89,6 +104,8 @@ class StepPackets:
             mixed = self.mixed(inputs, key.mixed)
             assert mixed is not None, "one run always fits"
             arrays = mixed
+        if key.in_runs:
+            arrays |= run_arrays(arrays["token_rows"], arrays["lens"])
         if key.shares:
             arrays |= blank(self._num_paged, num_rows)
         return arrays

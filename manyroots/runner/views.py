@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from manyroots.kernels.attention.paged import TokenRuns
 from manyroots.kernels.lora_ops.sites import LoraRows
 
 
@@ -35,6 +36,9 @@ class StepViews:
     shared_members: Tensor | None = None
     shared_blocks: Tensor | None = None
     """The fields of `SharedPrefixes`, by family of pages."""
+    run_starts: Tensor | None = None
+    num_runs: Tensor | None = None
+    """The fields of `TokenRuns`."""
     sampled_at: Tensor | None = None
     """Tokens after which something is sampled; None: after all."""
     adapter_slots: Tensor | None = None
@@ -56,6 +60,11 @@ class StepViews:
         if lens is None or members is None or blocks is None:
             return None
         return lens, members, blocks
+
+    @property
+    def runs(self) -> TokenRuns | None:
+        starts, count = self.run_starts, self.num_runs
+        return None if starts is None or count is None else TokenRuns(starts, count)
 
     @property
     def lora(self) -> LoraRows | None:

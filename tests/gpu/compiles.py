@@ -183,7 +183,9 @@ def _all_steps(graphs: Graphs, mixed: list[MixedShape]) -> None:
     """In the place of captures: every kind of step once, one launch at a time."""
     keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in graphs._kinds]
     keys += [GraphKey(size, kind) for size in graphs._sizes for kind in graphs._kinds]
-    keys += [replace(key, shares=True) for key in keys if key.mixed is None]
+    single = [key for key in keys if key.mixed is None]
+    keys += [replace(key, shares=True) for key in single]
+    keys += [replace(key, in_runs=True) for key in single]
     for key in keys:
         graphs.run(graphs._blank(key), mixed=key.mixed)
 

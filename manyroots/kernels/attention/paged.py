@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ MANY_DECODES = 64
 QUERY_BLOCK = 128
 MEMBERS = 16
 """Most rows of a group that read a shared prefix together."""
+MAX_RUN = 8
+"""Most tokens of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,20 @@ class SharedPrefixes:
     blocks: Tensor
     """int32 [max_blocks, 3]: index of the first of `members`, their number, and the tokens that
     they share. Unused blocks have no members. A block has at most MEMBERS members of one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """Consecutive rows whose tokens belong to one sequence, so that a kernel can read its history
+    once for all of them. This only affects how results are computed: a kernel may ignore
+    it. Every row belongs to one run; a row alone is a run. Within a run the page tables are equal
+    and `context_lens` never decrease."""
+
+    starts: Tensor
+    """int32 [max_runs + 1]: the first row of each run, and the end. A run has at most MAX_RUN
+    rows. Entries after the end have no meaning."""
+    count: Tensor
+    """int32 [1]: the number of runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,9 @@ class AttentionMetadata:
     """A query sees this many last tokens, including its own; 0: all."""
     shared: SharedPrefixes | None = None
     """Prefixes shared by decoding rows; None with a window."""
+    runs: TokenRuns | None = None
+    """Decoding rows that belong to one sequence; None if `shared` is given, or if no sequence has
+    two rows."""
     order: Tensor | None = None
     """int32 [num_decodes]: the order in which decoding rows start; None: the given order. It
     affects time only: with many rows, the longest should not start last."""
@@ -88,6 +108,7 @@ class DecodeRows:
     """int32 [num_rows]: tokens that a row sees, including its own; 0 for a padding row."""
     shared: SharedPrefixes | None = None
     order: Tensor | None = None
+    runs: TokenRuns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +142,7 @@ def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> Prep
     count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
     decodes = None
     if count:
-        decodes = DecodeRows(table[:count], lens[:count], rows.shared, rows.order)
+        decodes = DecodeRows(table[:count], lens[:count], rows.shared, rows.order, rows.runs)
     prompts = None
     if rows.query_starts is not None and rows.blocks is not None and count < table.shape[0]:
         prompts = PrefillSegments(table[count:], rows.query_starts, lens[count:], rows.blocks)
@@ -141,6 +162,23 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
     seen = np.asarray(context_lens)[seqs] - counts[seqs] + firsts
     order = np.argsort(-seen, kind="stable")
     return np.stack((seqs[order], firsts[order]), axis=1).astype(np.int32)
+
+
+def token_runs(
+    rows: npt.NDArray[np.integer[Any]], context_lens: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int32], int]:
+    """`TokenRuns` of single tokens: the starts of as many runs as there can be, and the number of
+    runs. `rows`: the sequence of each token."""
+    num_rows = len(rows)
+    starts = np.zeros(num_rows + 1, np.int32)
+    follows = (rows[1:] == rows[:-1]) & (context_lens[1:] >= context_lens[:-1])
+    at = np.arange(num_rows)
+    # Of each token, the first token of its sequence's stretch.
+    firsts = np.maximum.accumulate(np.where(np.append(False, follows), 0, at))
+    begins = np.flatnonzero((at - firsts) % MAX_RUN == 0)
+    starts[: len(begins)] = begins
+    starts[len(begins) :] = num_rows
+    return starts, len(begins)
 
 
 def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:

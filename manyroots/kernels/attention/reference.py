@@ -6,10 +6,13 @@ Loops over sequences, reads exactly the tokens that each one sees, and computes 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.paged import (
+    MAX_RUN,
     DecodeRows,
     PrefillSegments,
     PreparedAttention,
@@ -90,6 +93,21 @@ def _as_shared(rows: DecodeRows, page_size: int) -> Tensor:
     return table
 
 
+def _as_runs(rows: DecodeRows, table: Tensor) -> Tensor:
+    """The page table in which each row of a run has the entries of the run's first row."""
+    if rows.runs is None:
+        return table
+    count = int(rows.runs.count)
+    starts = rows.runs.starts[: count + 1].tolist()
+    assert (starts[0], starts[-1]) == (0, len(table)), "every row belongs to a run"
+    table = table.clone()
+    for first, end in pairwise(starts):
+        assert 0 < end - first <= MAX_RUN
+        assert (rows.context_lens[first:end].diff() >= 0).all()
+        table[first:end] = table[first]
+    return table
+
+
 def decode_attention(
     q: Tensor,
     layer_kv: Tensor,
@@ -103,7 +121,7 @@ def decode_attention(
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and add no value."""
     out = torch.zeros_like(q)
-    table = _as_shared(rows, layer_kv.shape[2])
+    table = _as_runs(rows, _as_shared(rows, layer_kv.shape[2]))
     for row, context_len in enumerate(rows.context_lens.tolist()):
         if context_len:
             seen = _seen_by(layer_kv, table[row], context_len, window)

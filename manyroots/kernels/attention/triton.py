@@ -1,5 +1,5 @@
 """Paged attention in Triton. This module splits decoding over the history; prefill is in
-`triton_prefill.py`.
+`triton_prefill.py`, and tokens that follow each other in one sequence in `triton_runs.py`.
 
 Same signatures as `reference.py`. Reads exactly the tokens that a query sees, so the rest of a page
 never matters. Scores are in units of log2, because the chip computes exp2.
@@ -16,7 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.attention.paged import MEMBERS, DecodeRows, PreparedAttention, prepare
+from manyroots.kernels.attention.triton_merge import merge_parts
 from manyroots.kernels.attention.triton_prefill import prefill_attention, score_factors
+from manyroots.kernels.attention.triton_runs import decode_runs
 from manyroots.kernels.launch import (
     counters,
     launch_options,
@@ -161,7 +163,7 @@ def _decode(
             tl.store(counters + row * NUM_KV + kv_head, 0)
             # Heads past the last repeat the last head.
             mine = tl.minimum(tl.arange(0, GROUP_POW), GROUP - 1) + kv_head * GROUP
-            _merge(
+            merge_parts(
                 partial, sums, out, row.to(tl.int64) * (NUM_KV * GROUP) + mine,
                 num_before + num_used, MAX_PARTS, GROUP_POW, HEAD_DIM,
             )  # fmt: skip
@@ -232,35 +234,6 @@ def _shared(
     tl.store(sums + slot, best + tl.log2(total), mask=ok)
 
 
-@triton.jit
-def _merge(
-    partial, sums, out, head, num_used,
-    NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of a group of heads, a few parts of every head at a time."""
-    few: tl.constexpr = 4 if NUM_SPLITS > 4 else NUM_SPLITS
-    s = tl.arange(0, NUM_SPLITS)
-    all_sizes = tl.load(
-        sums + head[:, None] * NUM_SPLITS + s[None, :], mask=(s < num_used)[None, :],
-        other=float("-inf"), cache_modifier=".cg",
-    )  # fmt: skip
-    best = tl.max(all_sizes, axis=1)
-    total = tl.sum(tl.exp2(all_sizes - best[:, None]), axis=1)
-    d = tl.arange(0, HEAD_DIM)
-    mixed = tl.zeros((GROUP, HEAD_DIM), tl.float32)
-    for first in range(0, num_used, few):
-        part = first + tl.arange(0, few)
-        is_part = (part < num_used)[None, :]
-        slot = head[:, None] * NUM_SPLITS + part[None, :]
-        size = tl.load(sums + slot, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        value = tl.load(
-            partial + slot[:, :, None] * HEAD_DIM + d[None, None, :], mask=is_part[:, :, None],
-            other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        mixed += tl.sum(value * tl.exp2(size - best[:, None])[:, :, None], axis=1)
-    tl.store(out + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None])
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeTiling:
     """Tile sizes for histories; found by measurement."""
@@ -311,7 +284,8 @@ def attend(
     out = torch.zeros_like(q) if metadata.is_padded else torch.empty_like(q)
     count, window = metadata.num_decodes, metadata.window
     if metadata.decodes is not None:
-        decode_attention(
+        decode = decode_attention if metadata.decodes.runs is None else decode_runs
+        decode(
             q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks,
             cap=cap, out=out[:count],
         )  # fmt: skip

@@ -150,6 +150,7 @@ class PagedModel:
             blocks=there(blocks) if has_prompts else None,
             order=None,
             shared=None,
+            runs=None,
             max_chunk=int(counts.max()),
             page_size=size,
             is_padded=False,

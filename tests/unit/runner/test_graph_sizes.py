@@ -68,3 +68,18 @@ def test_a_kind_that_was_not_captured_at_start_is_when_it_is_needed_again(
     assert graphs.used == {GraphKey(8, with_adapters=False): 1, captured[-1]: 3}
     assert len(launched) == 1
     assert len(replayed) == 3
+
+
+def test_steps_that_check_guesses_are_captured_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = Graphs(
+        lambda views, key: torch.empty(0), lambda logits, views: None, lambda key: {},
+        max_num_rows=4, has_adapters=False, device=torch.device("cpu"), capture=False,
+        first_runs=FirstRuns(), checks_drafts=True,
+    )  # fmt: skip
+    captured: list[GraphKey] = []
+    monkeypatch.setattr(graphs, "_captures", True)
+    monkeypatch.setattr(graphs, "_capture", captured.append)
+    graphs.capture_all([])
+    assert [(key.size, key.in_runs) for key in captured] == [
+        (4, True), (4, False), (2, True), (2, False), (1, False)
+    ]  # fmt: skip

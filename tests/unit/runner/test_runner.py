@@ -214,7 +214,8 @@ def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
 def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
     tmp_path: Path, kind: str, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P11: six rows with four guesses each are 30 rows of a graph, more than sequences may run."""
+    """P11: six rows with four guesses each are 30 rows of a graph, more than sequences may run. The
+    reference takes the table of a run's first row, as the kernel does."""
     save_tiny(tmp_path, kind)
     both = Both(tmp_path)
     edited = some_requests(
@@ -237,13 +238,24 @@ def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
         sizes.append(len(inputs.rows) if plan.drafts else 0)
         return begin_graph(self, plan, inputs, graphs)
 
+    longest: list[int] = []
+    kept = reference.decode_attention
+
+    def noted(q: Tensor, layer_kv: Tensor, rows: DecodeRows, *args: Any, **options: Any) -> Tensor:
+        if rows.runs is not None:
+            starts = rows.runs.starts[: int(rows.runs.count) + 1]
+            longest.append(int(starts.diff().max()))
+        return kept(q, layer_kv, rows, *args, **options)
+
     begin_any, begin_graph = ModelRunner._begin_any, ModelRunner._begin_graph
+    monkeypatch.setattr(reference, "decode_attention", noted)
     monkeypatch.setattr(ModelRunner, "_begin_any", no_launches)
     monkeypatch.setattr(ModelRunner, "_begin_graph", graph)
     runner = make_runner(both.plain, drafts=True)
     runner._computes_later = True  # as on a GPU: such steps are launched by their caller
     assert tokens(run(runner, requests, drafts=source)) == expected
     assert max(sizes) > MAX_SEQS
+    assert max(longest) >= 5, "the history of a row is read once for its guesses"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in SAME_STEPS])

@@ -28,7 +28,7 @@ LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row"])
 def _decode(
     queries, pages, scales, page_table, lengths, out, partial, sums, counters, scale, table_row,
     page_stride, token_stride, scale_start,

@@ -27,7 +27,7 @@ RANKS = 16
 """Ranks that a program expands at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _by_head(
     x, weight, out, num_rows, x_row, x_head, w_head, w_k, w_n, out_row, out_head,
     K_SIZE: tl.constexpr, N_SIZE: tl.constexpr, REST: tl.constexpr, REST_POW: tl.constexpr,

@@ -141,7 +141,8 @@ def attend_piece(
     wide = 1 << (key_dim.bit_length() - 1)
     is_small = q.dtype != torch.float32
     block_q, num_warps = (64, 4) if is_small else (32, 4)
-    if is_small and value_dim > MANY_VALUES and piece.max_queries > block_q:
+    # Not by the queries' number: a form that only few queries take would be compiled in traffic.
+    if is_small and value_dim > MANY_VALUES:
         block_q, num_warps = 128, 8  # so large tiles are read half as often
     _prompt[(heads, -(-piece.max_queries // block_q), piece.first_seen.shape[0])](
         q, k, v, piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
@@ -154,7 +155,7 @@ def attend_piece(
     return out, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge(
     out, sums, other, other_sums, merged, merged_sums, num_rows,
     SIZE: tl.constexpr, SIZE_POW: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -194,7 +194,7 @@ def latent_write(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _read(
     pages, scales, slots, out, num_rows, page_stride, token_stride, scale_start,
     PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_POW: tl.constexpr,
@@ -232,7 +232,7 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_keys"])
 def _join(
     own, shared, out, num_keys, own_row, own_head, shared_row,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, NOPE_POW: tl.constexpr,

@@ -240,6 +240,19 @@ class Evictor:
         is_loose: Bools = self._pool.holders[node.units[self._plane.index][places]] == 0
         return places[is_loose]
 
+    def has_spare(self, node: Node, units: list[int], holders: list[int]) -> bool:
+        """For audits: whether `spare` gives any page. `units`, `holders`: of the node's pages."""
+        assert self._reach is not None
+        near = self._reach + NEAR
+        ends = self._turns.places(node, near)
+        if node.is_marked:
+            ends.append(node.end)
+        return any(
+            unit != ABSENT and not num_holders
+            and not any(end - near <= page < end for end in ends)
+            for page, (unit, num_holders) in enumerate(zip(units, holders, strict=True), node.first)
+        )  # fmt: skip
+
     def _spare_some(self, target: int) -> None:
         """Free spare units until this many units are free or none is left."""
         if self._turns_version != self._turns.version:

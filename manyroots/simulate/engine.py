@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.planes import CacheLayout
+from manyroots.cache.quick_audit import QuickAudit
 from manyroots.engine.loop import EngineLoop, EventSink
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
@@ -29,10 +29,11 @@ class SimulatedEngine:
     adapters: Residency
     memory: OneMemory | None
     """What pages and adapters share, if they do."""
+    cache_audit: QuickAudit
 
     def audit(self) -> None:
         """Every invariant; raises AssertionError saying which does not hold."""
-        audit(self.cache)
+        self.cache_audit.audit()
         audit_adapters(self.adapters)
         audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
         if self.memory is not None:
@@ -46,9 +47,12 @@ def build_engine(
     page_bytes: int,
     events: EventSink | None = None,
     drafts: DraftSource | None = None,
+    *,
+    whole_audit_every: int = 1,
 ) -> SimulatedEngine:
     """`page_bytes`: of a page of all layers. `events`: told after each step which pages came and
-    went. `drafts`: what guesses tokens, if the settings ask for it."""
+    went. `drafts`: what guesses tokens, if the settings ask for it. `whole_audit_every`: see
+    `QuickAudit`."""
     capacities, shared = settings.capacities(), settings.shared_sizes(page_bytes)
     if shared is not None:
         [pages] = capacities
@@ -70,4 +74,5 @@ def build_engine(
     loop = EngineLoop(
         scheduler, runner, depth=settings.depth, events=events, now=lambda: clock.now_s
     )
-    return SimulatedEngine(loop, scheduler, cache, adapters, memory)
+    cache_audit = QuickAudit(cache, whole_audit_every)
+    return SimulatedEngine(loop, scheduler, cache, adapters, memory, cache_audit)

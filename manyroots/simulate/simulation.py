@@ -88,9 +88,18 @@ def simulate(
     seed: int,
     faults: Faults = NO_FAULTS,
     audit: bool = False,
+    whole_audit_every: int = 1,
 ) -> SimulationRun:
-    """Run a trace to its end."""
-    simulation = EngineSimulation(trace, settings.with_pages(costs), costs, seed, faults, audit)
+    """Run a trace to its end. `whole_audit_every`: see `QuickAudit`."""
+    simulation = EngineSimulation(
+        trace,
+        settings.with_pages(costs),
+        costs,
+        seed,
+        faults,
+        audit,
+        whole_audit_every=whole_audit_every,
+    )
     try:
         with quiet_loop():
             simulation.receive_trace(trace)
@@ -114,6 +123,8 @@ class EngineSimulation:
         faults: Faults,
         audit: bool,
         events: EventSink | None = None,
+        *,
+        whole_audit_every: int = 1,
     ) -> None:
         """`trace`: whose adapters it has."""
         self.settings = settings
@@ -144,7 +155,15 @@ class EngineSimulation:
         drafts = None
         if settings.num_speculative_tokens:
             drafts = TraceDrafts(self.replies, settings.acceptance, seed)
-        self.engine = build_engine(settings, self.runner, self.clock, page_bytes, events, drafts)
+        self.engine = build_engine(
+            settings,
+            self.runner,
+            self.clock,
+            page_bytes,
+            events,
+            drafts,
+            whole_audit_every=whole_audit_every,
+        )
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.on_output: Callable[[Output, Record], None] = lambda output, record: None
         """Told of each output after it is recorded."""

@@ -79,7 +79,7 @@ def test_r01_a_failure_names_the_seed_that_replays_it(monkeypatch: pytest.Monkey
     def broken(cache: object) -> None:
         raise AssertionError("planted")
 
-    monkeypatch.setattr("manyroots.simulate.engine.audit", broken)
+    monkeypatch.setattr("manyroots.cache.quick_audit.audit", broken)
     _, failure = run_seed(17)
     assert failure == "SimulationError: seed 17, round 1: planted"
     assert run_seed(17) == ({}, failure)

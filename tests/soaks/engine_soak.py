@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+from manyroots.cache.quick_audit import WHOLE_EVERY
 from manyroots.messages import FinishReason
 from manyroots.simulate.simulation import simulate
 from tests.soaks.random_case import random_case
@@ -20,8 +21,9 @@ def run_seed(seed: int) -> tuple[dict[str, int], str | None]:
     case = random_case(seed)
     try:
         run = simulate(
-            case.trace, case.settings, case.costs, seed=seed, faults=case.faults, audit=True
-        )
+            case.trace, case.settings, case.costs, seed=seed, faults=case.faults, audit=True,
+            whole_audit_every=WHOLE_EVERY,
+        )  # fmt: skip
     except Exception as error:
         return {}, f"{type(error).__name__}: {error}"
     return {

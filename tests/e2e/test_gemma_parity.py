@@ -10,14 +10,13 @@ import pytest
 
 from manyroots.models.packaged import packaged_model_path
 from tests.e2e.conftest import HEADERS, SETTINGS, Server, running
-from tests.e2e.gemma import ACROSS, BEYOND, NAME, WINDOW, judge, reference
+from tests.e2e.gemma import BEYOND, NAME, WINDOW, judge, reference
 from tests.helpers.patience import PATIENCE_S
 
-NUM_NEW_TOKENS = 12
+NUM_NEW_TOKENS = 8
 SLICE = [
     "The capital of France is",
     "   \t日本の首都は\n\n",
-    ACROSS + "The clockmaker climbed all the stairs of the tower in the dark and found",
     BEYOND + "The end of the story is",
 ]
 
@@ -52,8 +51,7 @@ def test_greedy_tokens_beyond_the_window_are_transformers_cold_and_cached(gemma:
     cached, reused = answers(gemma, prompts)
     gemma.wait_until_idle()
     lengths = [len(prompt) for prompt in prompts]
-    assert lengths[2] <= WINDOW < lengths[2] + NUM_NEW_TOKENS
-    assert lengths[3] > WINDOW
+    assert lengths[-1] > WINDOW
     assert cached == cold
     assert reused >= sum((length - 1) // 16 * 16 for length in lengths)
     model = reference(packaged_model_path(NAME))

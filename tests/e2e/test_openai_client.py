@@ -150,13 +150,13 @@ def test_min_tokens_and_ignore_eos(client: openai.OpenAI, model: str) -> None:
 
     def answer(**extra: Any) -> Any:
         return client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "Say only: ok"}], max_tokens=40,
+            model=model, messages=[{"role": "user", "content": "Say only: ok"}], max_tokens=12,
             temperature=0, logit_bias={"2": 100}, extra_body=extra,
         )  # fmt: skip
 
     assert answer().usage.completion_tokens == 1, "the end of text is what the bias asks for"
     assert answer(min_tokens=5).usage.completion_tokens == 6
-    assert answer(ignore_eos=True).usage.completion_tokens == 40
+    assert answer(ignore_eos=True).usage.completion_tokens == 12
 
 
 def test_logprobs(client: openai.OpenAI, model: str) -> None:
@@ -203,15 +203,16 @@ def test_logit_bias_forbids_and_forces(client: openai.OpenAI, model: str) -> Non
 def test_penalties_and_filters(client: openai.OpenAI, model: str) -> None:
     """S01: each option changes what it should."""
     loop = "one two one two one two one two one two one two"
-    plain = text(client, model, prompt=loop, max_tokens=6)
-    assert text(client, model, prompt=loop, max_tokens=6, frequency_penalty=2.0) != plain
-    assert text(client, model, prompt=loop, max_tokens=6, presence_penalty=2.0) != plain
+    plain = text(client, model, prompt=loop, max_tokens=4)
+    assert text(client, model, prompt=loop, max_tokens=4, frequency_penalty=2.0) != plain
+    assert text(client, model, prompt=loop, max_tokens=4, presence_penalty=2.0) != plain
     penalty = {"repetition_penalty": 2.0}
-    assert text(client, model, prompt=loop, max_tokens=6, extra_body=penalty) != plain
+    assert text(client, model, prompt=loop, max_tokens=4, extra_body=penalty) != plain
+    greedy = text(client, model, max_tokens=4)
     for narrow in ({"top_k": 1}, {"min_p": 1.0}):
-        drawn = text(client, model, temperature=1.0, extra_body=narrow)
-        assert drawn == text(client, model), "only the likeliest token is left"
-    assert text(client, model, temperature=1.0, top_p=1e-6) == text(client, model)
+        drawn = text(client, model, max_tokens=4, temperature=1.0, extra_body=narrow)
+        assert drawn == greedy, "only the likeliest token is left"
+    assert text(client, model, max_tokens=4, temperature=1.0, top_p=1e-6) == greedy
 
 
 def test_the_longest_context_is_served_and_no_more(client: openai.OpenAI, model: str) -> None:
@@ -285,11 +286,10 @@ def test_a_full_queue_is_a_429(server: Server, client: openai.OpenAI, model: str
 
 
 def test_a_greedy_answer_does_not_depend_on_company(client: openai.OpenAI, model: str) -> None:
-    alone = text(client, model, max_tokens=16)
+    alone = text(client, model)
     together: list[str] = []
     threads = [
-        threading.Thread(target=lambda: together.append(text(client, model, max_tokens=16)))
-        for _ in range(3)
+        threading.Thread(target=lambda: together.append(text(client, model))) for _ in range(3)
     ] + [
         threading.Thread(target=text, args=(client, model), kwargs={"prompt": f"Number {i} is"})
         for i in range(3)

@@ -15,7 +15,7 @@ from tests.soaks.differential import (
 )
 from tests.unit.store.tiers import server_program
 
-NUM_TRACES = 3
+NUM_TRACES = 2
 NUM_RECURRENT_TRACES = 2
 NUM_LATENT_TRACES = 1
 NUM_COMPRESSED_TRACES = 1
@@ -72,7 +72,6 @@ def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(m
         ("five to one", "host"),
         ("delta nets", "redis"),
         ("compressed groups", "files"),
-        ("latents and a shared index", "host"),
     ],
 )
 def test_h13_t15_two_ranks_give_cold_tokens_from_every_tier(mix: str, tier: str) -> None:

@@ -30,6 +30,7 @@ GPU = torch.device("cuda")
 
 def rows_of(num_seqs: int, num_tokens: int, length: int) -> tuple[int, DecodeRows]:
     """The number of pages, and rows that read them."""
+    torch.manual_seed(num_seqs)
     each = -(-length // PAGE)
     table = torch.randperm(num_seqs * each).to(torch.int32).view(num_seqs, each)
     seqs = np.repeat(np.arange(num_seqs), num_tokens)
@@ -42,6 +43,7 @@ def rows_of(num_seqs: int, num_tokens: int, length: int) -> tuple[int, DecodeRow
 
 def check() -> None:
     """With windows, sinks, caps and FP8 pages, too."""
+    torch.manual_seed(0)
     bf16, fp32, fp8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
     for dtype, pages, window, has_sinks, cap in (
         (bf16, bf16, 0, False, 0.0),
@@ -92,6 +94,7 @@ TILINGS = (
 
 
 def times(case: tuple[int, int, int], *, with_tilings: bool) -> None:
+    torch.manual_seed(0)
     num_seqs, num_tokens, length = case
     num_pages, rows = rows_of(*case)
     shape = (NUM_LAYERS, num_pages, 2, PAGE, KV_HEADS, DIM)

@@ -65,6 +65,20 @@ def _by_head(
 
 
 @triton.jit
+def _of_ranks(
+    a_all, b_all, first, rank, n, d,
+    ROWS: tl.constexpr, LATENT: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """A [RANKS, latent] and B [rows, RANKS] of the ranks from `first` on; zero past the rank."""
+    r = first + tl.arange(0, RANKS)
+    is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
+    a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
+    is_b = (n < ROWS)[:, None] & (r < rank)[None, :]
+    b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
+    return a, b
+
+
+@triton.jit
 def _add_absorbed(
     q, base, out, pool, table, scalings, slots, q_row, q_head,
     NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
@@ -78,20 +92,19 @@ def _add_absorbed(
     slot = tl.load(slots + token)
     rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
     slot = tl.maximum(slot, 0)
-    wait_for_inputs(DEPENDENT)
     a_all = pool + tl.load(table + slot * 5)
     b_all = pool + tl.load(table + slot * 5 + 4) + head * SIZE * rank
     scaling = tl.load(scalings + slot)
     n, d = tl.arange(0, NOPE_POW), tl.arange(0, LATENT_POW)
+    # Adapters are constant in a step, so the first ranks are requested before the rows are ready.
+    a, b = _of_ranks(a_all, b_all, 0, rank, n, d, NOPE, LATENT, RANKS)
+    wait_for_inputs(DEPENDENT)
     query = tl.load(q + token * q_row + head * q_head + n, mask=n < NOPE, other=0.0).to(tl.float32)
-    added = tl.zeros((LATENT_POW,), tl.float32)
-    for first in range(0, rank, RANKS):
-        r = first + tl.arange(0, RANKS)
-        is_b = (n < NOPE)[:, None] & (r < rank)[None, :]
-        b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
+    shrunk = tl.sum(query[:, None] * b.to(tl.float32), axis=0) * scaling
+    added = tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
+    for first in range(RANKS, rank, RANKS):
+        a, b = _of_ranks(a_all, b_all, first, rank, n, d, NOPE, LATENT, RANKS)
         shrunk = tl.sum(query[:, None] * b.to(tl.float32), axis=0) * scaling
-        is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
-        a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
         added += tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
     row = token * tl.num_programs(0) + head
     added += tl.load(base + row * LATENT + d, mask=d < LATENT, other=0.0)
@@ -115,22 +128,20 @@ def _add_expanded(
     slot = tl.load(slots + token)
     rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
     slot = tl.maximum(slot, 0)
-    wait_for_inputs(DEPENDENT)
     a_all = pool + tl.load(table + slot * 5)
     b_all = pool + tl.load(table + slot * 5 + 4) + (head * SIZE + NOPE) * rank
     scaling = tl.load(scalings + slot)
     n, d = tl.arange(0, VALUE_POW), tl.arange(0, LATENT_POW)
+    a, b = _of_ranks(a_all, b_all, 0, rank, n, d, SIZE - NOPE, LATENT, RANKS)
+    wait_for_inputs(DEPENDENT)
     x = tl.load(attended + token * x_row + head * x_head + d, mask=d < LATENT, other=0.0)
     x = x.to(tl.float32)
     is_value = n < SIZE - NOPE
-    added = tl.zeros((VALUE_POW,), tl.float32)
-    for first in range(0, rank, RANKS):
-        r = first + tl.arange(0, RANKS)
-        is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
-        a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
+    shrunk = tl.sum(a.to(tl.float32) * x[None, :], axis=1) * scaling
+    added = tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
+    for first in range(RANKS, rank, RANKS):
+        a, b = _of_ranks(a_all, b_all, first, rank, n, d, SIZE - NOPE, LATENT, RANKS)
         shrunk = tl.sum(a.to(tl.float32) * x[None, :], axis=1) * scaling
-        is_b = is_value[:, None] & (r < rank)[None, :]
-        b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
         added += tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
     at = (token * tl.num_programs(0) + head) * (SIZE - NOPE) + n
     added += tl.load(base + at, mask=is_value, other=0.0)

@@ -346,21 +346,31 @@ def _rows_completed(
     tl.store(y + rows[:, None] * y_row + first_col + cols[None, :], total, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_part", "first_col", "size", "later_size"])
 def _complete(
-    sums, y, hidden, pool, table, slots, blocks, first_col, size, sums_split, sums_row, y_row,
-    hidden_split, hidden_row,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    sums, y, hidden, pool, table, slots, blocks, first_part, first_col, size, later_size,
+    sums_split, sums_row, y_row, hidden_split, hidden_row,
+    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    IS_EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One part, or two neighbours of `size` and `later_size` columns."""
     let_next_begin(DEPENDENT)
     first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
     if count == 0:
         return
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    num_tiles = tl.cdiv(size, BLOCK_N)
+    if tile >= num_tiles:
+        tile -= num_tiles
+        first_part += 1
+        first_col += size
+        size = later_size
+    if IS_EVEN:
+        first_col, size = tl.multiple_of(first_col, 16), tl.multiple_of(size, 16)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(cols, size - 1)
-    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+    start, rank, b = part_of(pool, table, slot, first_part, NUM_PARTS)
     first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     if count == 1:
@@ -384,16 +394,22 @@ def complete(sums: Tensor, term: LoraTerm) -> Tensor:
     site, rows, hidden = term.site, term.rows, term.hidden
     y = torch.empty(sums.shape[1:], dtype=site.pool.dtype, device=sums.device)
     block_r, num_programs = rows.programs
+    sizes = site.part_sizes
     first_col = 0
-    for part, size in enumerate(site.part_sizes):
-        _complete[(triton.cdiv(size, COMPLETED_COLUMNS), num_programs)](
-            sums, y, hidden, site.pool, site.table, rows.slots, rows.blocks, first_col, size,
-            *sums.stride()[:2], y.stride(0), *hidden.stride()[:2],
-            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=sums.shape[0],
-            HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=COMPLETED_COLUMNS,
-            **rank_constants(site), **launch_options(y.device),
+    for part in range(0, len(sizes), 2):  # a layer of latents has two: queries and latents
+        size, later_size = sizes[part], sizes[part + 1] if part + 1 < len(sizes) else 0
+        num_tiles = triton.cdiv(size, COMPLETED_COLUMNS) + triton.cdiv(
+            later_size, COMPLETED_COLUMNS
+        )
+        _complete[(num_tiles, num_programs)](
+            sums, y, hidden, site.pool, site.table, rows.slots, rows.blocks, part, first_col, size,
+            later_size, *sums.stride()[:2], y.stride(0), *hidden.stride()[:2],
+            NUM_PARTS=site.num_parts, NUM_SPLITS=sums.shape[0], HIDDEN_SPLITS=hidden.shape[0],
+            BLOCK_R=block_r, BLOCK_N=COMPLETED_COLUMNS,
+            IS_EVEN=all(number % 16 == 0 for number in sizes), **rank_constants(site),
+            **launch_options(y.device),
         )  # fmt: skip
-        first_col += size
+        first_col += size + later_size
     return y
 
 

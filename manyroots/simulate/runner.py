@@ -14,8 +14,6 @@ import math
 from concurrent.futures import Future
 from dataclasses import replace
 
-import numpy as np
-
 from manyroots.simulate.clock import Clock, TimedFuture
 from manyroots.simulate.costs import CostModel, StepLoad
 from manyroots.simulate.executors import SimulatedExecutor
@@ -47,7 +45,7 @@ class ModelledRunner:
         self._faults = faults
         self._transfers = transfers
         self._speculates = speculates
-        self._num_computed = np.zeros(max_num_seqs, np.int64)
+        self._num_computed = [0] * max_num_seqs
         """Tokens in the pages of each row."""
         self._free_at_s = 0.0
         self._failed: TimedFuture | None = None
@@ -110,18 +108,25 @@ class ModelledRunner:
 
     def _load(self, plan: Plan) -> StepLoad:
         """Count what the step computes, and note how far each row is then."""
+        computed = self._num_computed
         for arrival in plan.arrivals:
-            self._num_computed[arrival.row] = arrival.num_computed_tokens
-        counts = plan.num_tokens.astype(np.int64)
-        before = self._num_computed[plan.rows]
-        self._num_computed[plan.rows] = before + counts
-        drafted = np.isin(plan.rows, [int(draft.row) for draft in plan.drafts])
-        decodes = (counts == 1) | drafted
-        long, behind = counts[~decodes], before[~decodes]
-        counts, before = counts[decodes], before[decodes]
+            computed[arrival.row] = int(arrival.num_computed_tokens)
+        drafted = {draft.row for draft in plan.drafts}
+        prefill_tokens = prefill_pairs = decode_rows = context_tokens = 0
+        # Lists: most batches are short, and each call of numpy would cost more than a row.
+        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            before = computed[row]
+            computed[row] = before + count
+            pairs = count * before + count * (count + 1) // 2
+            if count == 1 or row in drafted:
+                decode_rows += count
+                context_tokens += pairs
+            else:
+                prefill_tokens += count
+                prefill_pairs += pairs
         return StepLoad(
-            num_prefill_tokens=int(long.sum()),
-            num_prefill_pairs=int((long * behind + long * (long + 1) // 2).sum()),
-            num_decode_rows=int(counts.sum()),
-            num_context_tokens=int((counts * before + counts * (counts + 1) // 2).sum()),
+            num_prefill_tokens=prefill_tokens,
+            num_prefill_pairs=prefill_pairs,
+            num_decode_rows=decode_rows,
+            num_context_tokens=context_tokens,
         )

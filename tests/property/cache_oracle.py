@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyroots.cache.audit import audit
 from manyroots.cache.events import PagesStored
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
@@ -27,6 +26,7 @@ from manyroots.cache.outcomes import Ending, PlaneStats, Refusal
 from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
 from manyroots.cache.prefetch import MOST_QUESTIONS, Share, Ticket
+from manyroots.cache.quick_audit import QuickAudit
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
 from tests.helpers.cache_harness import (
@@ -111,8 +111,9 @@ class Walk:
         ]
         return cls(setting, tuple(calls))
 
-    def run(self) -> Machine:
-        machine = Machine(self.setting)
+    def run(self, whole_audit_every: int = 1) -> Machine:
+        """`whole_audit_every`: see `QuickAudit`."""
+        machine = Machine(self.setting, whole_audit_every)
         for call in self.calls:
             machine.act(*call)
         machine.finish()
@@ -183,7 +184,7 @@ def family(name: str, page_size: int, size: int) -> Family:
 class Machine:
     """Any calls that a scheduler could make, in any order; checked against plain dictionaries."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, whole_audit_every: int = 1) -> None:
         mix, page_size, device, host, write_back, size, options = setting
         pages = 1 + 6 // page_size + device
         self.ran: Counter[str] = Counter()
@@ -202,6 +203,7 @@ class Machine:
             policies=self.policies,
         )  # fmt: skip
         self.cache, self.layout = self.hand.cache, self.hand.layout
+        self.audit = QuickAudit(self.cache, whole_audit_every)
         self.sequences: list[Sequence] = []
         self.announced: dict[StepId, Resident] = {}
         self.leans: dict[int, set[StepId]] = {}
@@ -550,7 +552,7 @@ class Machine:
         self.hand.settle()
         for keep, _ in self.kept:
             self.cache.let_go(keep)
-        audit(self.cache)
+        self.audit.audit()
         for plane in self.cache.stats().planes:
             assert plane.num_held == 0, "held, and no sequence is left"
 
@@ -564,7 +566,7 @@ class Machine:
         """
         self.ran[name] += 1
         before, self.now = self.now, resident(self.cache)
-        audit(self.cache)
+        self.audit.audit()
         self.check_contents()
         self.check_events()
         lost = {e: unit for e, unit in before.items() if self.now.get(e) != unit}

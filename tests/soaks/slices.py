@@ -3,6 +3,9 @@
 In: what one seed gives (counts, and what was wrong, if anything), and how much is enough. Out:
 the totals over seeds that follow each other. A run that is ended, or asks for a limited time, goes
 on where its state file says; a file of other code or other seeds is refused.
+
+`python -m tests.soaks.slices FILE...` adds up the files of several machines, which began at other
+seeds: a line for each soak and code, with the seeds that were run. A seed counts once.
 """
 
 from __future__ import annotations
@@ -220,8 +223,11 @@ def command(
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the first one")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     parser.add_argument("--state", type=Path, metavar="FILE", help="goes on from what it says")
-    parser.add_argument("--limit-s", type=float, metavar="S", help="begin nothing after this time")
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--limit-s", type=float, metavar="S", help="begin nothing after this time")
+    limit.add_argument("--minutes", type=float, metavar="M", help="the same, in minutes")
     given = parser.parse_args(argv)
+    limit_s = given.limit_s if given.minutes is None else 60 * given.minutes
     wanted: int = getattr(given, amount)
     tally, is_done = run_slices(
         run_seed,
@@ -229,7 +235,7 @@ def command(
         first_seed=given.seed,
         jobs=given.jobs,
         state=SliceFile(given.state, what, given.seed, seeds_per_slice),
-        limit_s=given.limit_s,
+        limit_s=limit_s,
     )
     print(f"{what}: {tally}")
     for seed, failure in sorted(tally.failures.items()):
@@ -238,3 +244,69 @@ def command(
         again = "the same command goes on" if given.state else "--state FILE would let it go on"
         print(f"{tally.counts[amount]} of {wanted} {amount}; {again}", file=sys.stderr)
     return 1 if tally.failures else 0 if is_done else UNFINISHED
+
+
+@dataclass(slots=True)
+class Sum:
+    """What the files of one soak and one code come to."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: dict[int, str] = field(default_factory=dict)
+    seeds: set[int] = field(default_factory=set)
+    cpu_s: float = 0.0
+
+    def add(self, done: Slice) -> None:
+        seeds = range(done.first_seed, done.first_seed + done.num_seeds)
+        if not self.seeds.isdisjoint(seeds):
+            if self.seeds.issuperset(seeds):
+                return  # another file has them, too
+            raise ManyrootsError(f"slices of other lengths share seeds from {seeds.start} on")
+        self.seeds.update(seeds)
+        self.counts.update(done.counts)
+        self.failures |= {int(seed): text for seed, text in done.failures.items()}
+        self.cpu_s += done.cpu_s
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.counts.items())
+        return (
+            f"seeds {_runs(sorted(self.seeds))}: {counts}; {len(self.failures)} failures; "
+            f"{self.cpu_s:.0f} s of one core"
+        )
+
+
+def _runs(seeds: list[int]) -> str:
+    """Ascending numbers as ranges."""
+    begins = [s for i, s in enumerate(seeds) if not i or seeds[i - 1] != s - 1]
+    ends = [s for i, s in enumerate(seeds) if i + 1 == len(seeds) or seeds[i + 1] != s + 1]
+    return ", ".join(f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True))
+
+
+def add_up(paths: list[Path]) -> dict[tuple[str, str], Sum]:
+    """By soak and code."""
+    sums: dict[tuple[str, str], Sum] = {}
+    for path in paths:
+        first, *lines = path.read_text().splitlines()
+        header = json.loads(first)
+        total = sums.setdefault((header["what"], header["code"]), Sum())
+        for line in lines:
+            try:
+                done = Slice(**json.loads(line))
+            except (ValueError, TypeError):
+                continue  # see `SliceFile`
+            total.add(done)
+    return sums
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soaks.slices", description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    sums = add_up(parser.parse_args(argv).files)
+    for (what, code), total in sorted(sums.items()):
+        print(f"{what}, code {code}: {total}")
+        for seed, failure in sorted(total.failures.items()):
+            print(f"{what} seed {seed}: {failure}", file=sys.stderr)
+    return int(any(total.failures for total in sums.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

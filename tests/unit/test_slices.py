@@ -16,7 +16,9 @@ from tests.soaks.slices import (
     UNFINISHED,
     SliceFile,
     Tally,
+    add_up,
     command,
+    main,
     run_slices,
 )
 
@@ -112,8 +114,47 @@ def test_the_exit_status_tells_what_came_of_it(
     assert run("--rules", str(10 * SEEDS_PER_SLICE)) == 0
     assert run("--rules", "400") == 1
     assert "seed 33: planted" in capsys.readouterr().err
+    assert run("--rules", "100", "--minutes", "-1") == UNFINISHED
     assert run("--rules", "100", "--limit-s", "-1") == UNFINISHED
     assert "0 of 100 rules; --state FILE would let it go on" in capsys.readouterr().err
+
+
+def run_part(path: Path, first_seed: int, num_seeds: int) -> None:
+    state = SliceFile(path, "test", first_seed)
+    run_slices(
+        run_seed, lambda tally: tally.num_seeds >= num_seeds, first_seed=first_seed, state=state
+    )
+
+
+def test_files_of_several_machines_add_up_and_each_seed_counts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other, again = tmp_path / "one", tmp_path / "other", tmp_path / "again"
+    run_part(one, 0, 30)
+    run_part(other, 1000, 20)
+    run_part(again, 10, 10)
+    [total] = add_up([one, other, again]).values()
+    assert total.counts == {"rules": 500, "odd": 25}
+    assert main([str(one), str(other)]) == 0
+    assert "seeds 0 to 29, 1000 to 1019: 500 rules, 25 odd; 0 failures" in capsys.readouterr().out
+    run_part(one, 0, 40)
+    assert main([str(one), str(other)]) == 1
+    assert "test seed 33: planted" in capsys.readouterr().err
+
+
+def test_files_of_other_code_or_another_soak_are_told_apart(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    run_part(one, 0, 10)
+    header, *lines = one.read_text().splitlines(keepends=True)
+    other.write_text("".join([json.dumps(json.loads(header) | {"code": "else"}), "\n", *lines]))
+    assert [total.counts["rules"] for total in add_up([one, other]).values()] == [100, 100]
+
+
+def test_slices_that_share_some_of_their_seeds_are_refused(tmp_path: Path) -> None:
+    run_part(tmp_path / "one", 0, 10)
+    run_part(tmp_path / "other", 5, 10)
+    with pytest.raises(ManyrootsError, match="share seeds from 5"):
+        add_up([tmp_path / "one", tmp_path / "other"])
 
 
 @pytest.mark.parametrize(

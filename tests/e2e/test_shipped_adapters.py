@@ -17,7 +17,7 @@ from tests.e2e.theirs import default_model
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 SPEAKERS = (None, *STYLES)
-QUESTIONS = UNSEEN_QUESTIONS[:2]
+QUESTIONS = UNSEEN_QUESTIONS[:1]
 MAX_TOKENS = 48
 """Enough for an adapter's whole answer, up to its end token; the base model would go on."""
 

@@ -36,8 +36,7 @@ SMALLER = {
     "docs/tutorials/many-adapters.md": {"200": "20"},
     "docs/tutorials/size-a-deployment.md": {"--num-requests 100": "--num-requests 30"},
 }
-"""By page: counts, and what stands for them here. `test_adapter_sources.py` serves 200 adapters. No
-block checks how long an answer is."""
+"""By page: counts, and what stands for them here. No block checks how long an answer is."""
 
 
 def readme_flags() -> list[str]:

@@ -184,7 +184,7 @@ class Engines:
         self.drafting.close()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=("glm4-moe", "deepseek-v3", "qwen3-next"))
 def engines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engines]:
     made = Engines(tmp_path, request.param)
     yield made

@@ -12,6 +12,7 @@ from tests.unit.kernels.triton_cases import DEVICE, randn
 
 from manyroots.kernels.compressed import reference as naive  # isort: skip
 from manyroots.kernels.compressed import triton as fast  # isort: skip
+from manyroots.kernels.compressed import triton_attend  # isort: skip
 from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm  # isort: skip
 from manyroots.kernels.compressed.step import RowsStep  # isort: skip
 from manyroots.kernels.hyper import reference as naive_hyper  # isort: skip
@@ -141,15 +142,19 @@ def test_f10_groups_that_end_are_compressed_as_by_the_reference(
 @pytest.mark.parametrize(
     ("window", "group", "num_chosen"), [(5, None, None), (20, 8, None), (9, 2, 6), (9, 1, 100)]
 )
+@pytest.mark.parametrize("multiprocessors", [132, 1])
 @pytest.mark.parametrize(("heads", "dim", "rotated", "dtype"), SIZES)
 def test_f10_windows_and_entries_are_attended_to_as_by_the_reference(
-    heads: int, dim: int, rotated: int, window: int, group: int | None, num_chosen: int | None,
-    case: tuple[list[int], PromptLens | None], dtype: torch.dtype,
+    heads: int, dim: int, rotated: int, multiprocessors: int, window: int, group: int | None,
+    num_chosen: int | None, case: tuple[list[int], PromptLens | None], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """F10: a window alone, with all entries, and with those chosen; rows that see one token, and
-    sinks that take weight. NaN in rows that no query sees changes nothing."""
+    sinks that take weight; queries that are divided, and as many as fill the chip. NaN in rows that
+    no query sees changes nothing."""
+    monkeypatch.setattr(triton_attend, "MULTIPROCESSORS", multiprocessors)
     of_keys, of_entries = steps(1, group or 1, decodes=case[0], prompts=case[1])
-    count, extra = num_tokens(case), 3
+    count, extra = num_tokens(case), 16
     keys = KeyRows(randn(16 * 6, PAGE, dim, dtype=dtype), of_keys, window)
     entries, chosen = None, None
     if group is not None:
@@ -170,11 +175,17 @@ def test_f10_windows_and_entries_are_attended_to_as_by_the_reference(
 
 
 @pytest.mark.parametrize("dtype", [one[-1] for one in SIZES], ids=str)
-@pytest.mark.parametrize(("tokens", "count", "hidden"), [(1, 4, 40), (18, 3, 72)])
+@pytest.mark.parametrize(
+    ("tokens", "count", "hidden", "many"), [(1, 4, 40, 99), (18, 3, 72, 99), (18, 3, 72, 4)]
+)
 def test_f10_streams_are_read_and_written_as_by_the_reference(
-    tokens: int, count: int, hidden: int, dtype: torch.dtype
-) -> None:
-    """F10: with as many streams as tiles hold, and fewer; at the model's end, too."""
+    tokens: int, count: int, hidden: int, many: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """F10: with as many streams as tiles hold, and fewer; of few tokens and of many; at the model's
+    end, too."""
+    monkeypatch.setattr(fast_hyper, "MANY", many)
+    monkeypatch.setattr(fast_hyper, "PARTS_PROGRAMS", 2)
 
     def weights(numbers: int, scales: int) -> HyperWeights:
         product = randn(numbers, count * hidden, seed=1) * (count * hidden) ** -0.5

@@ -99,9 +99,9 @@ def _mean(rows: Tensor, slots: list[int], part: GroupPart) -> Tensor:
 def choose_entries(
     q: Tensor, weights: Tensor, pages: Tensor, step: RowsStep, num_chosen: int
 ) -> Tensor:
-    """int64 [tokens, most]: the entries that each query attends to, by number, -1 for none. Scores
-    are sums over heads of relu(q k), weighted, with q [tokens, heads, dim] and keys the last `dim`
-    numbers of entries. Of equal scores the earlier entry's counts."""
+    """int64 [tokens, most]: the entries that each query attends to, by number in any order, then -1
+    for none. Scores are sums over heads of relu(q k), weighted, with q [tokens, heads, dim] and
+    keys the last `dim` numbers of entries. Of equal scores the earlier entry's counts."""
     dim, rows = q.shape[2], pages.flatten(0, 1)
     most = max((own.context_len // step.group for own in step.sequences), default=0)
     chosen = torch.full((len(q), min(num_chosen, most)), -1, device=q.device)

@@ -135,6 +135,27 @@ class RowsStep:
             return torch.arange(self.num_decodes, device=device)
         return torch.from_numpy(self._host_seqs).to(device)
 
+    def query_blocks(self, most: int) -> Tensor:
+        """int32 [blocks, 2]: the first token, and the one after the last, of blocks of at most
+        `most` tokens, none of two sequences. Made on the host."""
+        found = self._query_blocks.get(most)
+        if found is None:
+            ends = np.cumsum(self._counts)
+            begins = [
+                np.arange(end - count, end, most)
+                for end, count in zip(ends.tolist(), self._counts.tolist(), strict=True)
+            ]
+            first = np.concatenate(begins)
+            last = np.minimum(first + most, ends.repeat([len(one) for one in begins]))
+            blocks = np.stack((first, last), axis=1).astype(np.int32)
+            found = torch.from_numpy(blocks).to(self.page_table.device)
+            self._query_blocks[most] = found
+        return found
+
+    @cached_property
+    def _query_blocks(self) -> dict[int, Tensor]:
+        return {}
+
     @cached_property
     def token_lens(self) -> Tensor:
         """int32 [tokens]: how many tokens each token sees, itself included."""

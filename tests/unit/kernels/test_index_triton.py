@@ -102,6 +102,11 @@ def test_f10_queries_choose_what_they_choose_in_the_reference(
     """F10: decodes and prompts of one step, among rows of tokens and of groups. Of equal scores,
     also of zeros with either sign, the earlier row counts."""
     monkeypatch.setattr(triton_index, "MAX_RANKS", max_ranks)
+    monkeypatch.setattr(triton_index, "MAX_SCORES", 7 * max_ranks)
+    monkeypatch.setattr(triton_index, "COUNTED", 16)
+    monkeypatch.setattr(triton_index, "QUERIES", 2)
+    monkeypatch.setattr(triton_index, "ROWS", 32)
+    monkeypatch.setattr(triton_index, "ROWS_OF_BLOCK", 32)
     prompts = PromptLens(np.array([3, 5]), np.array([70, 5]))
     step = rows_step(group, prompts, [1, 33, 0])
     pages = randn(100, PAGE // group, 9 + DIM, dtype=dtype)
@@ -111,6 +116,14 @@ def test_f10_queries_choose_what_they_choose_in_the_reference(
     weights[4] = -weights[4].abs()
     ours = fast_choice.choose_entries(q, weights, pages, step, num_chosen)
     right = naive_choice.choose_entries(q, weights, pages, step, num_chosen)
+    count = right.shape[1]
+    assert torch.equal(ours[:, :count].sort(1).values, right.sort(1).values)
+    assert ours[:, count:].eq(-1).all()
+    # What is chosen comes first.
+    assert ours[:, 1:].ge(0).le(ours[:, :-1].ge(0)).all()
+    decodes = rows_step(group, None, [1, 33, 0])
+    ours = fast_choice.choose_entries(q[:3], weights[:3], pages, decodes, num_chosen)
+    right = naive_choice.choose_entries(q[:3], weights[:3], pages, decodes, num_chosen)
     assert torch.equal(ours[:, : right.shape[1]], right)
     assert ours[:, right.shape[1] :].eq(-1).all()
 

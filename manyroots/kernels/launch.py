@@ -74,6 +74,12 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+@lru_cache(maxsize=8)
+def has_shared_memory(device: torch.device) -> bool:
+    """Whether a program may use more than 160 KiB of shared memory."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 LAUNCH_EARLY = True
 """Tests clear it: each kernel then starts when the one before it is done, and results must be
 bitwise equal. It is read at every launch, and when a graph is captured."""

@@ -44,6 +44,8 @@ from manyroots.engine import adapter_runtime, worker
 from manyroots.engine.build import build_engine
 from manyroots.kernels import choice, launch
 from manyroots.kernels.attention import triton_hopper as hopper_attention
+from manyroots.kernels.compressed import triton_attend as group_attention
+from manyroots.kernels.compressed import triton_hopper as hopper_groups
 from manyroots.kernels.gemm import triton_early, triton_hopper
 from manyroots.kernels.latent import triton_hopper as hopper_latents
 from manyroots.kernels.latent import triton_hopper_prompt as hopper_latent_prompts
@@ -159,6 +161,9 @@ def for_hopper() -> Iterator[Compiled]:
             (launch, "is_dependent", yes),
             (hopper_attention, "is_hopper", yes),
             (hopper_attention, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
+            (hopper_groups, "is_hopper", yes),
+            (hopper_groups, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
+            (group_attention, "has_shared_memory", yes),
             (hopper_latents, "is_hopper", yes),
             (hopper_latents, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
             (hopper_latent_prompts, "is_hopper", yes),

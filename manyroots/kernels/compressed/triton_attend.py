@@ -3,7 +3,8 @@
 Same signature as `reference.py`. A program has one query's heads, or a block of them, and a part of
 the rows that the query sees: tokens of its window first, then entries, all or those chosen. A row
 is loaded once and used as key and as value. The last program of a query merges its parts and adds
-the sinks. Scores are in units of log2, because the chip computes exp2.
+the sinks. Scores are in units of log2, because the chip computes exp2. Queries that need no parts
+are computed by `triton_hopper.py` where it can.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.compressed import triton_hopper
 from manyroots.kernels.compressed.inputs import KeyRows
 from manyroots.kernels.latent.triton_decode import LEAST, LOG2_E, MULTIPROCESSORS
 from manyroots.kernels.latent.triton_rows import padded
-from manyroots.kernels.launch import counters, launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.launch import (
+    counters,
+    has_shared_memory,
+    launch_options,
+    let_next_begin,
+    wait_for_inputs,
+)
 
 MOST_PARTS = 16
 """Most parts of the rows that a query sees."""
-TOKENS = 32
-"""Rows of one iteration."""
+TOKENS, TOKENS_OF_MANY = 32, 64
+"""Rows of one iteration; and where queries alone fill a chip with room for them."""
 HEADS = 64
 """Most heads of a program."""
 
@@ -153,6 +161,10 @@ def attend_rows(
     blocks = -(-heads // block)
     # Enough parts to fill the chip about twice.
     parts = min(MOST_PARTS, padded(-(-2 * MULTIPROCESSORS // (num_tokens * blocks))))
+    if parts == 1 and triton_hopper.is_for(q, keys, entries):
+        return triton_hopper.attend_rows(q, keys, entries, chosen, sinks, scale)
+    is_many = parts == 1 and has_shared_memory(device)
+    rows = 16 if is_exact else TOKENS_OF_MANY if is_many else TOKENS
     out = torch.empty(num_tokens, heads, dim, dtype=q.dtype, device=device)
     # Not `scratch`: a captured graph keeps its allocations, and a growing buffer would move.
     count = num_tokens * heads * parts if parts > 1 else 1
@@ -167,7 +179,7 @@ def attend_rows(
         *((0, 0) if chosen is None else (chosen.stride(0), chosen.shape[1])), *q.stride()[:2],
         HEADS=heads, DIM=dim, DIM_POW=padded(dim, LEAST), WINDOW=keys.window or 0,
         PAGE_SIZE=step.page_size, GROUP=0 if entries is None else entries.step.group,
-        IS_CHOSEN=chosen is not None, BLOCK_H=block, BLOCK_T=16 if is_exact else TOKENS,
+        IS_CHOSEN=chosen is not None, BLOCK_H=block, BLOCK_T=rows,
         NUM_SPLITS=parts, num_warps=4 if block <= 16 else 8, num_stages=2,
         **launch_options(device),
     )  # fmt: skip

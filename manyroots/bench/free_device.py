@@ -114,6 +114,7 @@ class FreeEngine:
             max_model_len=max_model_len,
             fixed_shapes=True,
             make_graphs=FreeGraphs,
+            drafts=settings.speculation() is not None,
         )
         self.runner = RunnerAtOnce(self.model_runner)
         self.loop = EngineLoop(self.scheduler, self.runner)

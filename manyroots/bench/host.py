@@ -45,6 +45,7 @@ class HostCase:
     name: str
     traffic: TrafficCase
     sampling: dict[str, Any]
+    speculative_config: str | None = None
 
     def shrunk(self, num_requests: int | None) -> HostCase:
         return replace(self, traffic=self.traffic.shrunk(num_requests, 1.0))
@@ -55,10 +56,15 @@ class HostCase:
         return [replace(s, sampling=replace(s.sampling, **self.sampling)) for s in submits]
 
 
-def _case(name: str, traffic: str, own: dict[str, Any], **sampling: Any) -> HostCase:
-    return HostCase(name=name, traffic=replace(CASES[traffic], **own), sampling=sampling)
+def _case(
+    name: str, traffic: str, own: dict[str, Any], drafts: str | None = None, **sampling: Any
+) -> HostCase:
+    traffic_case = replace(CASES[traffic], **own)
+    return HostCase(name=name, traffic=traffic_case, sampling=sampling, speculative_config=drafts)
 
 
+_GUESSES = '{"method": "suffix", "num_speculative_tokens": 4, "adaptive": false}'
+"""All are right, since the device always says the same."""
 _DECODE: dict[str, Any] = {"num_requests": 256, "output_len": (256, 256)}
 
 HOST_CASES = {
@@ -74,6 +80,8 @@ HOST_CASES = {
         _case("decode-256", "streams-64", {**_DECODE, "prompt_len": (64, 1024)}),
         _case("logprobs", "streams-64", {}, logprobs=5),
         _case("penalties", "streams-64", {}, frequency_penalty=0.5),
+        _case("guesses-1", "streams-64", {"num_requests": 1, "output_len": (1024, 1024)}, _GUESSES),
+        _case("guesses-8", "streams-64", {"num_requests": 8, "output_len": (1024, 1024)}, _GUESSES),
         _case("four-of-each", "mixed-sampled", {"num_heads": 128, "head_len": 512,
                                                 "prompt_len": (1, 1)}),
     )
@@ -123,7 +131,11 @@ def run_host(cases: Sequence[HostCase], repeats: int) -> dict[str, Any]:
 
 def _run(case: HostCase, *, in_parts: bool) -> list[HostStep]:
     """All requests at once, to their end: what each step took."""
-    settings = SchedulerSettings(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=BUDGET)
+    settings = SchedulerSettings(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=BUDGET,
+        speculative_config=case.speculative_config,
+    )
     with tempfile.TemporaryDirectory(prefix="manyroots-bench-") as home:
         engine = FreeEngine(case.traffic, Path(home), settings)
         times, encode = PartTimes(), _encoder()
@@ -168,6 +180,8 @@ def _kind(plans: Sequence[Plan]) -> str:
     if not plans or len(plans[0].rows) == 0:
         return "nothing computed"
     num_tokens, num_rows = plans[0].total_tokens, len(plans[0].rows)
+    if plans[0].drafts:
+        return f"guesses checked, {num_rows} rows"
     if num_tokens == num_rows:
         return f"decode, {'up to' if num_rows <= FEW_ROWS else 'more than'} {FEW_ROWS} rows"
     return "prompts, a graph" if num_tokens <= TOKENS[-1] else "prompts, kernel by kernel"
@@ -181,9 +195,13 @@ def watch(engine: FreeEngine, times: PartTimes) -> None:
     )  # fmt: skip
     times.watch(loop, ["handle"], "submit")
     times.watch(scheduler, ["schedule"], "plan")
+    if scheduler._speculation is not None:
+        times.watch(scheduler, ["_draft"], "drafts")
     times.watch(admission, ["choose_adapters", "prepare_adapters"], "adapters")
     times.watch(admission, ["admit"], "admit")
     times.watch(runner, ["execute"], "launch")
+    times.watch(runner._drafts, ["settle"], "settle")
+    times.watch(runner, ["_begin_drafts"], "checks")
     for part in (batch, runner._pending, state, sharing):
         times.watch(part, ["apply"], "arrivals")
     times.watch(engine.runner.tables, ["apply"], "page tables")

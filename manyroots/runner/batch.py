@@ -13,7 +13,7 @@ import numpy as np
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.runner.inputs import Int64s, StepInputs
-from manyroots.step import Arrival, Int32s, Plan
+from manyroots.step import Arrival, Bools, Int32s, Plan
 
 
 class PersistentBatch:
@@ -145,6 +145,23 @@ class PersistentBatch:
         acts = positions >= self._adapter_from[flat_rows]
         return np.where(acts, self._adapter_slot[flat_rows], NO_ADAPTER)
 
+    def num_computed(self, rows: Int32s | Int64s) -> Int64s:
+        return self._num_computed[rows]
+
+    def computed(self, rows: Int32s, counts: Int64s) -> None:
+        """A step that is laid out computes so many tokens of each row, guesses included."""
+        self._num_computed[rows] += counts
+        self._num_guesses[rows] = 0
+
+    def slots(self, rows: Int64s, positions: Int64s) -> tuple[Int32s, Int64s]:
+        """The pages by family, and the places within them, of these tokens."""
+        places = positions // self._page_size
+        return self.page_tables[:, rows, places], positions - places * self._page_size
+
+    def may_change_adapter(self, rows: Int32s) -> bool:
+        """Whether a token of one of these rows may come before its adapter is invoked."""
+        return bool((self._adapter_from[rows] > self.num_tokens[rows] - 1).any())
+
     def append(self, rows: Int32s, token: int) -> Int64s:
         """Each of these rows has one token more; gives their places."""
         places = self.num_tokens[rows]
@@ -152,14 +169,17 @@ class PersistentBatch:
         self.num_tokens[rows] = places + 1
         return places
 
-    def accept(self, row: int, tokens: Int32s, *, goes_back: bool) -> None:
-        """A step checked a row's guesses: these tokens follow its known ones, and all but the last
-        of them are computed. `goes_back`: or none, since the row has the state from before the
-        step again, and so its newest known token is not computed either."""
-        known = int(self.num_tokens[row])
-        self.tokens[row, known : known + len(tokens)] = tokens
-        self.num_tokens[row] = known + len(tokens)
-        self._num_computed[row] = known - 1 if goes_back else known + len(tokens) - 1
+    def accept(self, rows: Int64s, counts: Int64s, tokens: Int32s, goes_back: Bools) -> None:
+        """A step checked guesses of these rows: so many of the `tokens`, row by row, follow the
+        known ones of each, and all but the last of them are computed. `goes_back`: or none, since
+        the row has the state from before the step again, and so its newest known token is not
+        computed either."""
+        known = self.num_tokens[rows]
+        ends = np.cumsum(counts)
+        places = np.arange(ends[-1]) + np.repeat(known - ends + counts, counts)
+        self.tokens[np.repeat(rows, counts), places] = tokens
+        self.num_tokens[rows] = known + counts
+        self._num_computed[rows] = np.where(goes_back, known - 1, known + counts - 1)
 
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

@@ -27,7 +27,8 @@ MAX_SINGLE_TOKENS = 64
 MAX_CHECKING_TOKENS = MAX_SINGLE_TOKENS + MAX_STEP_DRAFT_TOKENS
 """With guesses: steps of prompts beside decodes have no room for so many samples."""
 MAX_SEEN_TOKENS = 1 << 17
-"""Summed over the tokens of prompts: each reads by itself what it sees."""
+"""Summed over the tokens of prompts, each of which reads what it sees by itself; or over the
+sequences of a step with guesses, if each history is read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,15 @@ def table_rows_of(inputs: StepInputs, spare_row: int) -> Int32s:
     return rows
 
 
-def is_short(inputs: StepInputs) -> bool:
-    """Whether its tokens may as well be rows of their own."""
-    most = MAX_CHECKING_TOKENS if inputs.guesses.any() else MAX_SINGLE_TOKENS
-    of_prompts = inputs.positions[inputs.query_starts[inputs.num_decodes] :]
-    return len(inputs.tokens) <= most and bool(of_prompts.sum() <= MAX_SEEN_TOKENS)
+def is_short(inputs: StepInputs, *, reads_once: bool = False) -> bool:
+    """Whether its tokens may as well be rows of their own. `reads_once`: whether attention reads
+    the history of a sequence with guesses once."""
+    count, checks = inputs.num_decodes, bool(inputs.guesses.any())
+    most = MAX_CHECKING_TOKENS if checks else MAX_SINGLE_TOKENS
+    seen = inputs.positions[inputs.query_starts[count] :]
+    if checks and reads_once:
+        seen = inputs.context_lens[count:]
+    return len(inputs.tokens) <= most and bool(seen.sum() <= MAX_SEEN_TOKENS)
 
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:

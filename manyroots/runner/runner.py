@@ -25,6 +25,7 @@ from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import Row
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.sampling.rows import SamplingTables
+from manyroots.layers.memories import KV
 from manyroots.layers.step import LogitsIndices
 from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
@@ -50,8 +51,10 @@ from manyroots.runner.mixed import shape_for
 from manyroots.runner.packet import send
 from manyroots.runner.prediction import Guesses, PredictedTokens
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
+from manyroots.runner.repeated import RepeatedSteps
 from manyroots.runner.sampling_state import DraftTables, SamplingState
 from manyroots.runner.sharing import Sharing
+from manyroots.runner.step_arrays import NamedArrays, run_arrays
 from manyroots.runner.step_packets import StepPackets
 from manyroots.runner.step_timer import Compute, StepTimer, TakeResult
 from manyroots.runner.views import StepViews
@@ -134,6 +137,7 @@ class ModelRunner:
         if grammars is not None:
             masks = RowMasks(grammars, self._batch, decoder.spec.vocab_size)
         self._state = SamplingState(max_num_seqs, tables, masks)
+        self._repeated = RepeatedSteps(self._batch, self._state)
         self._drafts = DraftRows(self._batch, self._state, arenas[decoder.num_paged :])
         self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
         self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
@@ -177,6 +181,8 @@ class ModelRunner:
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
+        self._reads_once = all(isinstance(f.memory, KV) for f in decoder.families)
+        """Whether a step's metadata has runs for every family (`TokenRuns`)."""
         self._may_pad_prompts = all(f.memory.may_pad_prompts for f in decoder.families)
         self._newest: Future[StepResult] | None = None
         """Of the newest step."""
@@ -264,6 +270,7 @@ class ModelRunner:
         self._rows.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
+        self._repeated.apply(plan)
         self._pending.learn()
         if plan.lent_units:
             # No step reads them any more: on a CPU those before this one are done.
@@ -278,10 +285,18 @@ class ModelRunner:
             answer = self._answer_without_tokens(plan)
         else:
             compute = self._timed(self._compute)
+            layout, graphs = None, self._graphs
             if arrivals is not None:
                 # Not timed: most of it may be waiting.
                 compute = partial(self._begin_any, arrivals=arrivals)
-            answer = compute(plan, self._batch.inputs(plan))
+            elif plan.drafts and graphs is not None:
+                layout = self._repeated.find(plan)
+            if layout is None or graphs is None:
+                answer = compute(plan, self._batch.inputs(plan))
+            else:
+                inputs, arrays = self._repeated.step(layout)
+                repeat = partial(self._begin_graph, graphs=graphs, arrays=arrays)
+                answer = self._timed(repeat)(plan, inputs)
         copy_within_device(plan.copies, self._arenas, after_model=True)
         return answer
 
@@ -309,7 +324,9 @@ class ModelRunner:
         """Whether a graph computes all that this step is asked for."""
         if not inputs.is_decode:
             # A recurrent layer computes a prompt's tokens one after the other, not side by side.
-            if not self._may_split_prompts or not is_short(inputs):
+            if not self._may_split_prompts:
+                return False
+            if not is_short(inputs, reads_once=self._reads_once):
                 return False
             if not graphs.has_room_for(len(inputs.tokens)):
                 return False
@@ -326,15 +343,22 @@ class ModelRunner:
             return False
         return not self._state.exceeds_graph(inputs.rows[inputs.sampling])
 
-    def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> TakeResult:
-        """A step of single tokens, in the next larger shape there is."""
+    def _begin_graph(
+        self, plan: Plan, inputs: StepInputs, graphs: Graphs, arrays: NamedArrays | None = None
+    ) -> TakeResult:
+        """A step of single tokens, in the next larger shape there is. `arrays`: those of a step
+        that repeats an earlier one."""
         rows = inputs.rows[inputs.sampling]
-        size = graphs.size_for(len(inputs.rows))
-        arrays = self._packets.single_tokens(inputs, size)
+        if arrays is None:
+            size = graphs.size_for(len(inputs.rows))
+            arrays = self._packets.single_tokens(inputs, size)
+            if plan.drafts:
+                arrays |= run_arrays(arrays["token_rows"], arrays["lens"])
+                self._repeated.keep(plan, inputs, arrays)
+            else:
+                arrays |= self._packets.shared(inputs, size)
         if plan.drafts:
-            arrays |= self._packets.guessed(inputs, arrays)
-        else:
-            arrays |= self._packets.shared(inputs, size)
+            arrays = self._packets.with_shared(inputs, arrays)
         drafts = self._begin_drafts(plan, inputs)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampled_at)

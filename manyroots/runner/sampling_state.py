@@ -217,6 +217,10 @@ class SamplingState:
             self.failures.update(faults)
             self._failed_grammars.update(faults)
 
+    def changes_with_length(self, rows: Int32s) -> bool:
+        """Whether what one of these rows asks for depends on the number of its tokens."""
+        return bool(self._num_stops[rows].any())
+
     def has_masks(self, rows: Int32s) -> bool:
         return bool(self._has_mask[rows].any())
 

@@ -15,6 +15,7 @@ from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.step import Int32s
 
 NamedArrays = dict[str, np.ndarray]
+RUN_NAMES = ("run_starts", "num_runs")
 
 
 def token_arrays(inputs: StepInputs) -> NamedArrays:
@@ -55,7 +56,7 @@ def decode_order(lens: Int32s) -> NamedArrays:
 def run_arrays(rows: Int64s, lens: Int32s) -> NamedArrays:
     """Which tokens of a padded step of single tokens follow each other in one sequence."""
     starts, count = token_runs(rows, lens)
-    return {"run_starts": starts, "num_runs": np.array([count], np.int32)}
+    return dict(zip(RUN_NAMES, (starts, np.array([count], np.int32)), strict=True))
 
 
 def decode_arrays(

@@ -15,6 +15,7 @@ from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
+    RUN_NAMES,
     NamedArrays,
     decode_arrays,
     decode_order,
@@ -81,16 +82,17 @@ class StepPackets:
         """The prefixes that decoding rows share, padded to `size`; {} if sharing gains nothing."""
         return {} if self._sharing is None else self._sharing.arrays(inputs, size)
 
-    def guessed(self, inputs: StepInputs, arrays: NamedArrays) -> NamedArrays:
-        """What attention knows of a step of single tokens that checks guesses; `arrays` are its
-        others. A sequence's history is read once for all of its tokens. If several sequences share
-        long prefixes, these are read once instead."""
+    def with_shared(self, inputs: StepInputs, arrays: NamedArrays) -> NamedArrays:
+        """The arrays of a step of single tokens that checks guesses, which have runs: a sequence's
+        history is read once for all of its tokens. If several sequences share long prefixes, these
+        are read once instead."""
         lens = inputs.context_lens
         if self._sharing is not None and lens.max() > SHARED_DRAFT_LEN:
             is_first = np.append(True, inputs.rows[1:] != inputs.rows[:-1])
             if self._sharing.gains(inputs.rows[is_first], lens[is_first]):
-                return self.shared(inputs, len(arrays["lens"]))
-        return run_arrays(arrays["token_rows"], arrays["lens"])
+                own = {name: a for name, a in arrays.items() if name not in RUN_NAMES}
+                return own | self.shared(inputs, len(arrays["lens"]))
+        return arrays
 
     def blank(self, key: GraphKey) -> NamedArrays:
         """The arrays of a step that changes nothing, with the sizes and types of every other."""

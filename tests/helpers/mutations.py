@@ -829,10 +829,20 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runner/drafts.py",
-        "goes_back = bool(self._states) and count < len(draft.tokens)",
-        "goes_back = False",
+        "goes_back[:] = [c < len(d.tokens) for c, d in zip(num_right, drafts, strict=True)]",
+        "goes_back[:] = False",
         "a runner keeps the state of wrong guesses",
         (f"{DRAFTS}[convolutions]",),
+    ),
+    Mutation(
+        "runner/repeated.py",
+        "if plan.arrivals:\n            self._layouts.clear()",
+        "pass",
+        "a row's new owner is sampled as the last one was",
+        (
+            "unit/runner/test_runner.py::"
+            "test_a_step_that_repeats_an_earlier_ones_layout_has_the_same_arrays[8-0-1]",
+        ),
     ),
     Mutation(
         "runner/sampling_state.py",

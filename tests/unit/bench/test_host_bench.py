@@ -37,6 +37,17 @@ def test_every_kind_of_step_is_told_part_by_part(
     assert "packet " in shown
 
 
+def test_steps_that_check_guesses_are_told_apart(tmp_path: Path) -> None:
+    report = tmp_path / "host.json"
+    words = ["bench", "host", "--case", "guesses-8", "--requests", "2", "--repeats", "1"]
+    assert main([*words, "--json", str(report)]) == 0
+    [case] = json.loads(report.read_text())["cases"]
+    steps = case["steps"]["guesses checked, 2 rows"]
+    assert steps["num_steps"] >= 1024 // 5
+    parts = {name for name, part in steps["parts_us"].items() if part["median"] > 0}
+    assert parts >= {"drafts", "settle", "checks", "launch", "packet", "results", "advance"}
+
+
 def test_a_wrong_case_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "host", "--case", "nothing"]) != 0
     said = capsys.readouterr().err

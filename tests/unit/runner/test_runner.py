@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,9 +40,11 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import mixed
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.in_flight import InFlight
-from manyroots.runner.inputs import StepInputs
+from manyroots.runner.inputs import StepInputs, as_single_tokens, table_rows_of
+from manyroots.runner.repeated import RepeatedSteps, StepLayout
 from manyroots.runner.runner import ModelRunner
 from manyroots.runner.sampling_state import SamplingState
+from manyroots.runner.step_arrays import decode_arrays, run_arrays, sampling_rows
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.scheduler.speculation import DraftSource
@@ -210,6 +213,52 @@ def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
         assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
 
 
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[StepLayout]:
+    """The layouts of steps that repeat an earlier one. Each is compared with the step as it would
+    have been laid out without one."""
+    seen: list[StepLayout] = []
+    plans: list[Plan] = []
+    find, step = RepeatedSteps.find, RepeatedSteps.step
+
+    def noted(self: RepeatedSteps, plan: Plan) -> StepLayout | None:
+        plans[:] = [plan]
+        return find(self, plan)
+
+    def compared(self: RepeatedSteps, layout: StepLayout) -> tuple[StepInputs, dict[str, Any]]:
+        batch, state = self._batch, self._state
+        kept = batch._num_computed.copy(), batch._num_guesses.copy()
+        wanted = batch.inputs(plans[0])
+        if not wanted.is_decode:
+            wanted = as_single_tokens(wanted)
+        computed, guesses = batch._num_computed.copy(), batch._num_guesses.copy()
+        batch._num_computed[:], batch._num_guesses[:] = kept
+        inputs, arrays = step(self, layout)
+        assert (batch._num_computed == computed).all()
+        assert (batch._num_guesses == guesses).all()
+        for field in fields(StepInputs):
+            np.testing.assert_array_equal(getattr(inputs, field.name), getattr(wanted, field.name))
+        size, spare = len(arrays["tokens"]), len(batch.num_tokens)
+        expected = decode_arrays(wanted, size=size, num_slots=1, spare_units=np.empty(0, np.int32))
+        expected |= run_arrays(expected["token_rows"], expected["lens"])
+        rows = sampling_rows(wanted, size=size, spare_row=spare)
+        indices, tables = np.zeros(size, np.int64), rows.copy()
+        at = wanted.sampled_at
+        tables[at] = table_rows_of(wanted, spare)
+        indices[at] = batch.num_output_tokens(rows[at]) + wanted.guesses
+        expected |= state.arrays(rows, indices, tables)
+        assert arrays.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
+            assert arrays[name].dtype == array.dtype
+        seen.append(layout)
+        return inputs, arrays
+
+    monkeypatch.setattr(RepeatedSteps, "find", noted)
+    monkeypatch.setattr(RepeatedSteps, "step", compared)
+    return seen
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
     tmp_path: Path, kind: str, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
@@ -234,9 +283,9 @@ def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
         assert not plan.drafts, "a step with guesses ran kernel by kernel"
         return begin_any(self, plan, inputs)
 
-    def graph(self: ModelRunner, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Any:
+    def graph(self: ModelRunner, plan: Plan, inputs: StepInputs, *args: Any, **named: Any) -> Any:
         sizes.append(len(inputs.rows) if plan.drafts else 0)
-        return begin_graph(self, plan, inputs, graphs)
+        return begin_graph(self, plan, inputs, *args, **named)
 
     longest: list[int] = []
     kept = reference.decode_attention
@@ -256,6 +305,43 @@ def test_steps_that_check_drafts_are_graphs_and_give_the_same_tokens(
     assert tokens(run(runner, requests, drafts=source)) == expected
     assert max(sizes) > MAX_SEQS
     assert max(longest) >= 5, "the history of a row is read once for its guesses"
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "min_tokens", "least"), [(4, 0, 5), (8, 0, 1), (4, 30, 0)]
+)
+def test_a_step_that_repeats_an_earlier_ones_layout_has_the_same_arrays(
+    tmp_path: Path,
+    slow_tokens: None,
+    repeats: list[StepLayout],
+    num_requests: int,
+    min_tokens: int,
+    least: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight requests are more than rows: some rows have new owners. Rows whose stop tokens are
+    forbidden at first repeat none."""
+    save_tiny(tmp_path, "llama")
+    both = Both(tmp_path)
+    requests = [
+        replace(
+            submit(
+                number, [5, 6, 7 + number] * 3, max_tokens=45, temperature=0.8,
+                presence_penalty=0.4, logprobs=2, min_tokens=min_tokens,
+            ),
+            stop_ids=(96,),
+        )
+        for number in range(1, num_requests + 1)
+    ]  # fmt: skip
+    expected = tokens(run(make_runner(both.cpu), requests))
+    source = RecordedDrafts(0.8, vocab_size=97)
+    for request in requests:
+        source.record(request.prompt, expected[int(request.request_id)])
+    monkeypatch.setattr(ModelRunner, "_begin_any", _refuse)
+    runner = make_runner(both.plain, drafts=True)
+    assert tokens(run(runner, requests, drafts=source)) == expected
+    assert len(repeats) >= least
+    assert bool(repeats) == (min_tokens == 0)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in SAME_STEPS])

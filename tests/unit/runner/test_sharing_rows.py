@@ -13,6 +13,7 @@ from manyroots.runner import sharing
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import StepInputs
 from manyroots.runner.sharing import Sharing
+from manyroots.runner.step_arrays import run_arrays
 from manyroots.runner.step_packets import SHARED_DRAFT_LEN, StepPackets
 from manyroots.step import Plan
 
@@ -65,7 +66,8 @@ def guessed(num_tokens: int, lens: int, batch: PersistentBatch) -> dict[str, np.
     seen = lens - np.tile(np.arange(num_tokens)[::-1], NUM_ROWS)
     step: Any = SimpleNamespace(rows=rows, context_lens=seen, num_decodes=len(rows))
     arrays = {"token_rows": rows.astype(np.int64), "lens": seen.astype(np.int32)}
-    return cast(dict[str, np.ndarray], packets.guessed(step, arrays))
+    arrays |= run_arrays(arrays["token_rows"], arrays["lens"])
+    return cast(dict[str, np.ndarray], packets.with_shared(step, arrays))
 
 
 def test_a_step_with_guesses_reads_each_history_once() -> None:
@@ -74,7 +76,7 @@ def test_a_step_with_guesses_reads_each_history_once() -> None:
     batch.page_tables[0, :NUM_ROWS] = alike(1)
     for lens in (SHARED_DRAFT_LEN, 90 * PAGE):
         arrays = guessed(5, lens, batch)
-        assert set(arrays) == {"run_starts", "num_runs"}
+        assert "shared_lens" not in arrays
         assert arrays["num_runs"].tolist() == [NUM_ROWS]
         assert arrays["run_starts"][: NUM_ROWS + 1].tolist() == list(range(0, 41, 5))
     batch.page_tables[0, :NUM_ROWS] = alike(60)

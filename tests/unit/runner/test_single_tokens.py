@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from manyroots.ids import NO_ADAPTER
@@ -73,5 +75,10 @@ def test_tokens_of_one_adapter_lie_together() -> None:
 def test_a_step_is_short_by_its_tokens_and_by_what_they_see() -> None:
     assert is_short(step([MAX_SINGLE_TOKENS], [MAX_SINGLE_TOKENS], None))
     assert not is_short(step([MAX_SINGLE_TOKENS + 1], [MAX_SINGLE_TOKENS + 1], None))
+    long = step([1, 4, 4], [9, MAX_SEEN_TOKENS // 2, MAX_SEEN_TOKENS // 2], None)
+    guessing = replace(long, guesses=np.array([0, 3, 3]))
+    assert not is_short(guessing)
+    assert is_short(guessing, reads_once=True)
+    assert not is_short(long, reads_once=True)
     assert is_short(step([1, 2], [MAX_SEEN_TOKENS, MAX_SEEN_TOKENS // 2], None))
     assert not is_short(step([1, 2], [9, MAX_SEEN_TOKENS // 2 + 2], None))

@@ -8,6 +8,7 @@ import pytest
 from manyroots.ids import AdapterDigest
 from manyroots.scheduler.suffixes import (
     MAX_NAMESPACES,
+    MAX_PLACES,
     NO_TOKENS,
     RECENT_TOKENS,
     AdapterAndSalt,
@@ -79,3 +80,56 @@ def test_v02_outputs_are_bounded_and_kept_by_namespace() -> None:
     assert recent.of(ONE) is NO_TOKENS, "the namespace not used for longest is still there"
     recent.clear()
     assert recent.of((None, "3")) is NO_TOKENS
+
+
+def _naive_guess(tokens: list[int], recent: list[int], most: int) -> list[int]:
+    """The longest equal suffix of all places, and the likeliest token after it, step by step."""
+
+    def length_at(text: list[int], end: int) -> int:
+        length = 0
+        while (
+            length < min(CHOICE.longest_match, len(tokens), end + 1)
+            and text[end - length] == tokens[-1 - length]
+        ):
+            length += 1
+        return length
+
+    best, text, places = 0, tokens, list[int]()
+    for each, ends in ((tokens, range(len(tokens) - 1)), (recent, range(len(recent)))):
+        lengths = [length_at(each, end) for end in ends]
+        if max(lengths, default=0) > best:
+            best, text = max(lengths), each
+            places = [end + 1 for end, length in zip(ends, lengths, strict=True) if length == best]
+    if best < CHOICE.shortest_match:
+        return []
+    places = places[-MAX_PLACES:]
+    if len(places) == 1:
+        said = text[places[0] : places[0] + min(most, best)]
+        return said[: said.index(-1)] if -1 in said else said
+    said = []
+    while len(said) < most:
+        following = [(place, text[place]) for place in places if place < len(text)]
+        if not following:
+            break
+        times = [sum(token == other for _, other in following) for _, token in following]
+        token = next(
+            t for (_, t), n in list(zip(following, times, strict=True))[::-1] if n == max(times)
+        )
+        if token == -1 or len(said) >= best * max(times):
+            break
+        said.append(token)
+        places = [place + 1 for place, other in following if other == token]
+    return said
+
+
+def test_v02_guesses_are_those_of_a_naive_search() -> None:
+    rng = np.random.default_rng(1)
+    num_guesses = 0
+    for _ in range(400):
+        vocabulary = int(rng.integers(1, 5))
+        tokens = rng.integers(0, vocabulary, int(rng.integers(1, 40))).tolist()
+        recent = rng.integers(-1, vocabulary, int(rng.integers(0, 60))).tolist()
+        wanted = _naive_guess(tokens, recent, 8)
+        assert guessed(tokens, recent) == wanted
+        num_guesses += bool(wanted)
+    assert num_guesses > 100

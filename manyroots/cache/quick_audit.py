@@ -49,6 +49,7 @@ class QuickAudit:
         self._on_host = {plane.index for plane in layout.planes if plane.tier is Tier.HOST}
         is_led = any(plane.family.is_ordered for plane in layout.device)
         self._spine = tuple(plane.index for plane in layout.spine) if is_led else ()
+        self._spine_bits = sum(1 << plane for plane in self._spine)
         self._bare = (ABSENT,) * len(self._spine)
 
     def audit(self) -> None:
@@ -230,7 +231,7 @@ class QuickAudit:
                         first_pages[page] = first_pages.get(page, 0) + 1
                     if before is None or before.namespace != owner.namespace:
                         begins.add(node.serial)
-                gap = loose = 0
+                gap = loose = whole = 0
                 for array, count, of_plane in zip(node.units, node.counts, planes, strict=True):
                     plane, bit, holders_of, in_tree, is_ordered, spare_bit, evictor = of_plane
                     units = array.tolist()
@@ -242,6 +243,8 @@ class QuickAudit:
                         continue
                     below[plane] += 1
                     in_tree += units
+                    if not num_absent:
+                        whole |= bit
                     holders = list(map(holders_of, units))
                     num_loose = holders.count(0)
                     if is_ordered:
@@ -264,7 +267,7 @@ class QuickAudit:
                         is_listed = not spare_bit or queued & spare_bit
                         if not is_listed and evictor.has_spare(node, units, holders):
                             return False
-                if self._bare and self._is_bare(node):
+                if self._bare and not whole & self._spine_bits and self._is_bare(node):
                     return False
                 if node.children:
                     stack.append((node, gap, loose))
@@ -306,8 +309,6 @@ class QuickAudit:
 
     def _is_bare(self, node: Node) -> bool:
         """Whether a page has no unit on any plane that pages need."""
-        if any(node.counts[plane] == node.num_pages for plane in self._spine):
-            return False
         columns = [node.units[plane].tolist() for plane in self._spine]
         return self._bare in zip(*columns, strict=True)
 

@@ -77,7 +77,8 @@ class SimulationRun:
     """Guessed and checked."""
     num_accepted_tokens: int
     plan_digest: str
-    """Equal where two runs made the same plans in the same order."""
+    """Equal where two runs made the same plans in the same order; empty without
+    `digests_plans`."""
 
 
 def simulate(
@@ -89,6 +90,7 @@ def simulate(
     faults: Faults = NO_FAULTS,
     audit: bool = False,
     whole_audit_every: int = 1,
+    digests_plans: bool = True,
 ) -> SimulationRun:
     """Run a trace to its end. `whole_audit_every`: see `QuickAudit`."""
     simulation = EngineSimulation(
@@ -99,6 +101,7 @@ def simulate(
         faults,
         audit,
         whole_audit_every=whole_audit_every,
+        digests_plans=digests_plans,
     )
     try:
         with quiet_loop():
@@ -125,6 +128,7 @@ class EngineSimulation:
         events: EventSink | None = None,
         *,
         whole_audit_every: int = 1,
+        digests_plans: bool = True,
     ) -> None:
         """`trace`: whose adapters it has."""
         self.settings = settings
@@ -150,6 +154,7 @@ class EngineSimulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
             speculates=settings.num_speculative_tokens > 0,
+            digests_plans=digests_plans,
         )
         page_bytes = int(costs.kv_bytes_per_token * settings.block_size)
         drafts = None
@@ -234,7 +239,7 @@ class EngineSimulation:
             num_returned_pages=0 if memory is None else memory.total_returned_units,
             num_draft_tokens=0 if speculation is None else speculation.total_draft_tokens,
             num_accepted_tokens=0 if speculation is None else speculation.total_accepted_tokens,
-            plan_digest=self.runner.digest.hexdigest(),
+            plan_digest="" if self.runner.digest is None else self.runner.digest.hexdigest(),
         )
 
     def _executor(self) -> SimulatedExecutor:

@@ -87,7 +87,8 @@ def digests(key: PrefixKey, tokens: list[int], page_size: int) -> list[int]:
     return found
 
 
-def content_of(path: Path, family: Family) -> Content:
+@cache
+def content_of(path: Path, is_state: bool) -> Content:
     """What a unit of this page must hold."""
     state = 17
     page: list[int] = []
@@ -96,7 +97,7 @@ def content_of(path: Path, family: Family) -> Content:
         for offset, token in enumerate(np.frombuffer(tokens, np.int32).tolist()):
             state = mix(state, whose(owner, offset), token)
             page.append(state)
-    return (state,) if family.is_state else tuple(page)
+    return (state,) if is_state else tuple(page)
 
 
 def resident(cache: PrefixCache) -> dict[tuple[int, Path], int]:

@@ -368,7 +368,7 @@ def cases() -> list[Case]:
         }
         name = f"index {rows} rows {warps} warps {stages} stages, {counted} by {count_warps}"
         found.append(Index(name, settings))
-    found.append(Rest("rest"))
+    found += [Rest("rest"), Rest("rest, 8 heads", {(triton_rows, "HEADS"): 8})]
     found.append(Streams("streams, tf32x3", {(hyper, "MANY"): 1 << 30}))
     for tokens, inner, stages, programs, width in (
         (64, 64, 4, 512, 1024), (128, 64, 4, 256, 1024), (128, 64, 3, 512, 1024),

@@ -33,7 +33,7 @@ def write_rows(rows: Tensor, pages: Tensor, slot_mapping: SlotMapping) -> None:
 
 def rotate_last(x: Tensor, angles: RopeRows, *, back: bool) -> Tensor:
     """x [tokens, heads, dim] with the last numbers of each head rotated in neighbouring pairs, or
-    rotated back."""
+    rotated back. It may be x itself, changed."""
     return _rotated(x, angles.cos[..., : angles.sin.shape[-1]], angles.sin, back)
 
 

@@ -19,6 +19,8 @@ from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 
 HEADS = 4
 """Heads of a query per program."""
+HEADS_ROTATED = 64
+"""The same where nothing but the rotated part is read."""
 ROWS = 8
 """Tokens of a group in one iteration."""
 COPIED = 1024
@@ -43,35 +45,52 @@ def _rotated_last(
 
 
 @triton.jit
+def _pairs(
+    x, factor, cos, sin, token, ok, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr,
+    BACK: tl.constexpr,
+):  # fmt: skip
+    """Pairs of numbers that lie at pointers `x` [rows], times `factor` [rows, 1], rotated. Returns
+    them as two tensors, where the first lie, and which there are."""
+    place = tl.arange(0, PAIRS_POW)
+    is_pair = place < PAIRS
+    c = tl.load(cos + token * PAIRS + place, mask=is_pair, other=1.0)[None, :]
+    s = tl.load(sin + token * PAIRS + place, mask=is_pair, other=0.0)[None, :]
+    if BACK:
+        s = -s
+    at, ok = x[:, None] + 2 * place[None, :], ok[:, None] & is_pair[None, :]
+    first = tl.load(at, mask=ok, other=0.0).to(tl.float32) * factor
+    second = tl.load(at + 1, mask=ok, other=0.0).to(tl.float32) * factor
+    return first * c - second * s, second * c + first * s, 2 * place[None, :], ok
+
+
+@triton.jit
 def _rotate(
-    x, cos, sin, out, x_row, x_head,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW: tl.constexpr, PAIRS: tl.constexpr,
+    x, cos, sin, x_row, x_head,
+    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr,
     HEADS: tl.constexpr, BACK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(1)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, DIM_POW)
-    ok = (head < NUM_HEADS)[:, None] & (d < DIM)[None, :]
-    source = x + token.to(tl.int64) * x_row + head * x_head
-    numbers = tl.load(source[:, None] + d[None, :], mask=ok, other=0.0).to(tl.float32)
-    numbers = _rotated_last(numbers, cos, sin, token, HEADS, DIM, DIM_POW, PAIRS, BACK)
-    to = out + (token.to(tl.int64) * NUM_HEADS + head) * DIM
-    tl.store(to[:, None] + d[None, :], numbers.to(out.dtype.element_ty), mask=ok)
+    own = x + token.to(tl.int64) * x_row + head * x_head + DIM - 2 * PAIRS
+    first, second, at, ok = _pairs(
+        own, 1.0, cos, sin, token, head < NUM_HEADS, PAIRS, PAIRS_POW, BACK
+    )
+    tl.store(own[:, None] + at, first.to(x.dtype.element_ty), mask=ok)
+    tl.store(own[:, None] + at + 1, second.to(x.dtype.element_ty), mask=ok)
 
 
 def rotate_last(x: Tensor, angles: RopeTable, *, back: bool) -> Tensor:
     """x [tokens, heads, dim] with the last numbers of each head rotated in neighbouring pairs, or
-    rotated back."""
+    rotated back: x itself, changed."""
     tokens, heads, dim = x.shape
-    out = torch.empty(tokens, heads, dim, dtype=x.dtype, device=x.device)
-    _rotate[(-(-heads // HEADS), tokens)](
-        x, angles.cos, angles.sin, out, *x.stride()[:2], NUM_HEADS=heads, DIM=dim,
-        DIM_POW=padded(dim), PAIRS=angles.cos.shape[1], HEADS=HEADS, BACK=back, num_warps=4,
-        **launch_options(x.device),
+    pairs, block = angles.cos.shape[1], min(HEADS_ROTATED, padded(heads))
+    _rotate[(-(-heads // block), tokens)](
+        x, angles.cos, angles.sin, *x.stride()[:2], NUM_HEADS=heads, DIM=dim, PAIRS=pairs,
+        PAIRS_POW=padded(pairs), HEADS=block, BACK=back, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
-    return out
+    return x
 
 
 @triton.jit
@@ -79,7 +98,7 @@ def _normed_write(
     q, kv, cos, sin, weight, pages, page_of, offset_of, out, eps, q_row, q_head, kv_row,
     page_stride, token_stride,
     NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_POW: tl.constexpr, PAIRS: tl.constexpr,
-    HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAIRS_POW: tl.constexpr, HEADS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
@@ -102,10 +121,18 @@ def _normed_write(
         ok = (head < NUM_HEADS)[:, None] & (d < DIM)[None, :]
         source = q + token.to(tl.int64) * q_row + head * q_head
         x = tl.load(source[:, None] + d[None, :], mask=ok, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
-        x = _rotated_last(x, cos, sin, token, HEADS, DIM, DIM_POW, PAIRS, False)
+        factor = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / DIM + eps)
         to = out + (token.to(tl.int64) * NUM_HEADS + head) * DIM
-        tl.store(to[:, None] + d[None, :], x.to(out.dtype.element_ty), mask=ok)
+        whole: tl.constexpr = DIM - 2 * PAIRS
+        ok = ok & (d < whole)[None, :]
+        tl.store(to[:, None] + d[None, :], (x * factor).to(out.dtype.element_ty), mask=ok)
+        # Read again, from the cache: pairs of a row would have to change places among threads.
+        first, second, at, ok = _pairs(
+            source + whole, factor, cos, sin, token, head < NUM_HEADS, PAIRS, PAIRS_POW, False
+        )
+        to = to[:, None] + whole + at
+        tl.store(to, first.to(out.dtype.element_ty), mask=ok)
+        tl.store(to + 1, second.to(out.dtype.element_ty), mask=ok)
 
 
 def normed_write(
@@ -120,11 +147,12 @@ def normed_write(
     Returns q [tokens, heads, dim] with each head normalised, without a weight, and rotated."""
     tokens, heads, dim = q.shape
     out = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
+    pairs = angles.cos.shape[1]
     _normed_write[(1 + -(-heads // HEADS), tokens)](
         q, kv, angles.cos, angles.sin, norm.weight, pages, slot_mapping.pages,
         slot_mapping.offsets, out, norm.eps, *q.stride()[:2], kv.stride(0), *pages.stride()[:2],
-        NUM_HEADS=heads, DIM=dim, DIM_POW=padded(dim), PAIRS=angles.cos.shape[1], HEADS=HEADS,
-        num_warps=4, **launch_options(q.device),
+        NUM_HEADS=heads, DIM=dim, DIM_POW=padded(dim), PAIRS=pairs, PAIRS_POW=padded(pairs),
+        HEADS=HEADS, num_warps=4, **launch_options(q.device),
     )  # fmt: skip
     return out
 

@@ -98,8 +98,11 @@ def test_f10_rows_are_normalised_rotated_and_written_as_by_the_reference(
     assert_close("attention", arenas[0], arenas[1], dtype)
     assert arenas[0][:, 0].eq(7.0).all()
     for back in (False, True):
-        ours = fast.rotate_last(q, table, back=back)
+        own = torch.full((tokens, heads, dim + 2), 7.0, dtype=dtype, device=DEVICE)
+        own[..., :dim] = q
+        ours = fast.rotate_last(own[..., :dim], table, back=back)
         assert_close("attention", ours, naive.rotate_last(q, table, back=back), dtype)
+        assert own[..., dim:].eq(7.0).all()
     for kind, arena in zip((fast, naive), arenas, strict=True):
         kind.write_rows(kv, arena[:, 0], slots)
     assert torch.equal(arenas[0][:, 0], arenas[1][:, 0])

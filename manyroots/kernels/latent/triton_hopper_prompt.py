@@ -1,14 +1,18 @@
-"""Prompt attention of latent models on Hopper GPUs, in Gluon: keys of 192 numbers, values of 128.
+"""Prompt attention of latent models on Hopper GPUs, in Gluon.
+
+Keys of 192 numbers and values of 128, as DeepSeek has, or 256 of both, as GLM has.
 
 Same signature as `reference.py`, for inputs that `is_for` accepts; `triton_prompt.py` takes the
 rest. The work is divided as in `attention/triton_hopper.py`: two warps start copies of keys and
-values, and twice four warps have 64 queries each. Keys are copied in two pieces, because the width
-of a tile is a power of two. Tiles run from last to first, so that partly visible tiles come first.
+values, and twice four warps have 64 queries each. Keys of 192 are copied in two pieces, because the
+width of a tile is a power of two. Tiles run from last to first, so that partly visible tiles come
+first.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -38,12 +42,25 @@ LOG2_E = math.log2(math.e)
 HALF = gl.constexpr(64)
 """Queries of four warps: one matrix instruction's rows."""
 BLOCK_Q = 2 * 64
-KEY_DIM, VALUE_DIM = 192, 128
-WIDE = gl.constexpr(128)
-NARROW = gl.constexpr(64)
-"""The two pieces of keys."""
-TOKENS = gl.constexpr(128)
-"""Keys of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileSizes:
+    """Of keys and values, and of a tile of them."""
+
+    wide: int
+    narrow: int
+    """The two pieces of keys; the second may be nothing."""
+    value: int
+    tokens: int
+    """Keys of a tile."""
+
+
+SIZES = {
+    (192, 128): TileSizes(wide=128, narrow=64, value=128, tokens=128),
+    (256, 256): TileSizes(wide=256, narrow=0, value=256, tokens=64),
+}
+"""By the dimensions of keys and values: as many tokens as registers and shared memory hold."""
 STAGES = gl.constexpr(2)
 """Tiles that are loaded or being loaded."""
 COMPUTE_REGISTERS = gl.constexpr(240)
@@ -54,7 +71,7 @@ _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # T
 
 
 @gluon.jit
-def _find(item, work, NUM_HEADS: gl.constexpr):
+def _find(item, work, NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr):
     """An item of work is a block of queries of one head. Returns the head, the block's first row,
     its number of queries, the keys that the first query sees, the first key, and the sequence's
     keys. Then the number of visible tiles, and of those that all queries see."""
@@ -74,15 +91,22 @@ def _find(item, work, NUM_HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.constexpr):
+def _copy_keys(
+    q_descs, k_descs, queries, keys, work, num_items,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+):  # fmt: skip
     """The role of one warp: load keys and queries."""
     count, asked = 0, 0
-    tile_bytes: gl.constexpr = k_descs[0].block_type.nbytes + k_descs[1].block_type.nbytes
-    query_bytes: gl.constexpr = q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes
+    tile_bytes: gl.constexpr = k_descs[0].block_type.nbytes + (
+        k_descs[1].block_type.nbytes if NARROW else 0
+    )
+    query_bytes: gl.constexpr = q_descs[0].block_type.nbytes + (
+        q_descs[1].block_type.nbytes if NARROW else 0
+    )
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
         if item < num_items:
-            head, row, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS)
+            head, row, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS, TOKENS)
             column = head * (WIDE + NARROW)
             for i in range(num_tiles):
                 at = count + i
@@ -92,7 +116,8 @@ def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.c
                 mbarrier.wait(keys[2].index(stage), (at // STAGES & 1) ^ 1)
                 mbarrier.expect(full, tile_bytes)
                 _load(k_descs[0], [token, column], full, keys[0].index(stage))
-                _load(k_descs[1], [token, column + WIDE], full, keys[3].index(stage))
+                if NARROW:
+                    _load(k_descs[1], [token, column + WIDE], full, keys[3].index(stage))
                 if i == 0:  # after the keys: the last item may still use its queries
                     for half in gl.static_range(2):
                         full = queries[1].index(half)
@@ -100,19 +125,22 @@ def _copy_keys(q_descs, k_descs, queries, keys, work, num_items, NUM_HEADS: gl.c
                         mbarrier.expect(full, query_bytes)
                         first = row + half * HALF
                         _load(q_descs[0], [first, column], full, queries[0].index(half))
-                        _load(q_descs[1], [first, column + WIDE], full, queries[3].index(half))
+                        if NARROW:
+                            _load(q_descs[1], [first, column + WIDE], full, queries[3].index(half))
                     asked += 1
             count += num_tiles
 
 
 @gluon.jit
-def _copy_values(v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.constexpr):
+def _copy_values(
+    v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr
+):  # fmt: skip
     """The role of another warp: load values."""
     count = 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
         if item < num_items:
-            head, _, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS)
+            head, _, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS, TOKENS)
             for i in range(num_tiles):
                 at = count + i
                 stage = at % STAGES
@@ -127,7 +155,10 @@ def _copy_values(v_desc, values, work, head_stride, num_items, NUM_HEADS: gl.con
 
 
 @gluon.jit
-def _score(at, queries, keys, turns, half, layout: gl.constexpr):
+def _score(
+    at, queries, keys, turns, half,
+    TOKENS: gl.constexpr, NARROW: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
     """Start a tile's scores when the other half has finished its own."""
     mbarrier.wait(turns.index(half), (at & 1) ^ half ^ 1)
     stage = at % STAGES
@@ -136,20 +167,23 @@ def _score(at, queries, keys, turns, half, layout: gl.constexpr):
         queries[0].index(half), keys[0].index(stage).permute((1, 0)), none, use_acc=False,
         is_async=True,
     )  # fmt: skip
-    return warpgroup_mma(
-        queries[3].index(half), keys[3].index(stage).permute((1, 0)), scores, is_async=True
-    )
+    if NARROW:
+        scores = warpgroup_mma(
+            queries[3].index(half), keys[3].index(stage).permute((1, 0)), scores, is_async=True
+        )
+    return scores
 
 
 @gluon.jit
 def _step(
     at, end, queries, keys, values, turns, weights, acc, best, total, position, scale, half,
-    MASKED: gl.constexpr, s_layout: gl.constexpr, o_layout: gl.constexpr,
+    TOKENS: gl.constexpr, NARROW: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
+    o_layout: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores and weights of tile `at`, and the values of the tile before it."""
     before = (at - 1) % STAGES
     weights = gl.convert_layout(weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
-    scores = _score(at, queries, keys, turns, half, s_layout)
+    scores = _score(at, queries, keys, turns, half, TOKENS, NARROW, s_layout)
     mbarrier.wait(values[1].index(before), (at - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values[0].index(before), acc, is_async=True)
     mbarrier.arrive(turns.index(half ^ 1))
@@ -171,30 +205,30 @@ def _step(
 @gluon.jit
 def _attend(
     begin, asked, found, queries, keys, values, turns, out, sums, scale, half,
-    NUM_HEADS: gl.constexpr,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 queries of an item over all of its tiles; the first is number `begin` of the
     ring."""
     head, first_row, num_rows, lowest, _, num_keys, num_tiles, num_whole = found
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDE, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, VALUE, 16])
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     position = gl.minimum(lowest + half * HALF + gl.arange(0, HALF, s_rows), num_keys - 1)
     best = gl.full([HALF], float("-inf"), gl.float32, s_rows)
     total = gl.zeros([HALF], gl.float32, s_rows)
-    acc = gl.zeros([HALF, WIDE], gl.float32, o_layout)
+    acc = gl.zeros([HALF, VALUE], gl.float32, o_layout)
     if num_tiles > 0:
         stage, phase, end = begin % STAGES, begin // STAGES & 1, begin + num_tiles
         mbarrier.wait(queries[1].index(half), asked & 1)
         mbarrier.wait(keys[1].index(stage), phase)
-        scores = _score(begin, queries, keys, turns, half, s_layout)
+        scores = _score(begin, queries, keys, turns, half, TOKENS, NARROW, s_layout)
         mbarrier.arrive(turns.index(half ^ 1))
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(keys[2].index(stage))
         mbarrier.wait(values[1].index(stage), phase)
         if num_tiles * TOKENS > num_keys:
-            _clear_behind(values[0].index(stage), (num_tiles - 1) * TOKENS, num_keys, WIDE, TOKENS)
+            _clear_behind(values[0].index(stage), (num_tiles - 1) * TOKENS, num_keys, VALUE, TOKENS)
         weights, best, total, _shrink = _weigh(
             scores, position, num_tiles - 1, best, total, scale, TOKENS, True, s_layout
         )
@@ -203,12 +237,12 @@ def _attend(
         for at in range(begin + 1, end - num_whole):
             weights, acc, best, total = _step(
                 at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
-                half, True, s_layout, o_layout,
+                half, TOKENS, NARROW, True, s_layout, o_layout,
             )  # fmt: skip
         for at in range(gl.maximum(end - num_whole, begin + 1), end):
             weights, acc, best, total = _step(
                 at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
-                half, False, s_layout, o_layout,
+                half, TOKENS, NARROW, False, s_layout, o_layout,
             )  # fmt: skip
         mbarrier.arrive(queries[2].index(half))
         last = end - 1
@@ -222,10 +256,10 @@ def _attend(
     factor = gl.where(total > 0.0, 1.0 / total, 0.0)
     acc = acc * gl.convert_layout(factor, o_rows)[:, None]
     r = half * HALF + gl.arange(0, HALF, o_rows)
-    d = gl.arange(0, WIDE, gl.SliceLayout(0, o_layout))
+    d = gl.arange(0, VALUE, gl.SliceLayout(0, o_layout))
     row = (first_row + r).to(gl.int64) * NUM_HEADS + head
     gl.store(
-        out + row[:, None] * WIDE + d[None, :], acc.to(queries[0].dtype),
+        out + row[:, None] * VALUE + d[None, :], acc.to(queries[0].dtype),
         mask=(r < num_rows)[:, None],
     )  # fmt: skip
     ln_2: gl.constexpr = 0.6931471805599453
@@ -238,18 +272,19 @@ def _attend(
 
 @gluon.jit
 def _compute(
-    queries, keys, values, turns, work, out, sums, scale, num_items, half, NUM_HEADS: gl.constexpr
+    queries, keys, values, turns, work, out, sums, scale, num_items, half,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """The role of four warps: 64 queries of each item."""
     count, asked = 0, 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
         if item < num_items:
-            found = _find(item, work, NUM_HEADS)
+            found = _find(item, work, NUM_HEADS, TOKENS)
             if found[2] > 0:
                 _attend(
                     count, asked, found, queries, keys, values, turns, out, sums, scale, half,
-                    NUM_HEADS,
+                    NUM_HEADS, TOKENS, NARROW, VALUE,
                 )  # fmt: skip
             asked += gl.where(found[6] > 0, 1, 0)
             count += found[6]
@@ -263,22 +298,30 @@ def _compute(
 def _prompt(
     q_wide, q_narrow, k_wide, k_narrow, v_desc, query_starts, key_starts, first_seen, out, sums,
     scale, head_stride, num_seqs, num_blocks, num_items,
-    NUM_HEADS: gl.constexpr,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    VALUE: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_wide.dtype
     # Ring slots; for each, a barrier for 'full' and one for 'all readers done'.
     queries = (
         gl.allocate_shared_memory(dtype, [2, HALF, WIDE], q_wide.layout),
         _barriers(2, 1), _barriers(2, 1),
-        gl.allocate_shared_memory(dtype, [2, HALF, NARROW], q_narrow.layout),
     )  # fmt: skip
     keys = (
         gl.allocate_shared_memory(dtype, [STAGES, TOKENS, WIDE], k_wide.layout),
         _barriers(STAGES, 1), _barriers(STAGES, 2),
-        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, NARROW], k_narrow.layout),
     )  # fmt: skip
+    if NARROW:
+        # fmt: off
+        queries += (  # type: ignore[assignment]
+            gl.allocate_shared_memory(dtype, [2, HALF, NARROW], q_narrow.layout),
+        )
+        keys += (  # type: ignore[assignment]
+            gl.allocate_shared_memory(dtype, [STAGES, TOKENS, NARROW], k_narrow.layout),
+        )
+        # fmt: on
     values = (
-        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, WIDE], v_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, VALUE], v_desc.layout),
         _barriers(STAGES, 1), _barriers(STAGES, 2),
     )  # fmt: skip
     turns = _barriers(2, 1)
@@ -288,14 +331,17 @@ def _prompt(
         [
             (_compute, (
                 queries, keys, values, turns, work, out, sums, scale, num_items, 0, NUM_HEADS,
+                TOKENS, NARROW, VALUE,
             )),
             (_compute, (
                 queries, keys, values, turns, work, out, sums, scale, num_items, 1, NUM_HEADS,
+                TOKENS, NARROW, VALUE,
             )),
             (_copy_keys, (
                 (q_wide, q_narrow), (k_wide, k_narrow), queries, keys, work, num_items, NUM_HEADS,
+                TOKENS, WIDE, NARROW,
             )),
-            (_copy_values, (v_desc, values, work, head_stride, num_items, NUM_HEADS)),
+            (_copy_values, (v_desc, values, work, head_stride, num_items, NUM_HEADS, TOKENS)),
         ],
         [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
@@ -303,11 +349,11 @@ def _prompt(
 
 def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
     """Whether this kernel supports such queries, keys and values and its large blocks pay:
-    bfloat16, DeepSeek's dimensions, and prompts that are not short."""
+    bfloat16, DeepSeek's or GLM's dimensions, and prompts that are not short."""
     return (
         is_hopper(q.device)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
-        and (q.shape[2], v.shape[2]) == (KEY_DIM, VALUE_DIM)
+        and (q.shape[2], v.shape[2]) in SIZES
         and q.is_contiguous()
         and k.is_contiguous()
         and v.stride(2) == 1
@@ -322,32 +368,33 @@ def attend_piece(
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries to a piece of keys and values; also returns logarithms of the sums of
     exponentials."""
-    num_tokens, num_heads, _ = q.shape
-    out = torch.empty(num_tokens, num_heads, VALUE_DIM, dtype=q.dtype, device=q.device)
+    num_tokens, num_heads, key_dim = q.shape
+    sizes = SIZES[key_dim, v.shape[2]]
+    out = torch.empty(num_tokens, num_heads, sizes.value, dtype=q.dtype, device=q.device)
     sums = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     num_seqs = piece.first_seen.shape[0]
     num_blocks = -(-piece.max_queries // BLOCK_Q)
     num_items = num_heads * num_seqs * num_blocks
     # A plain launch: it starts when the kernel before it is done.
     _prompt[(min(num_items, _num_multiprocessors(q.device)),)](
-        *descriptors(q, k, v), piece.query_starts, piece.key_starts, piece.first_seen, out, sums,
-        scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items, NUM_HEADS=num_heads,
-        num_warps=4,
+        *descriptors(q, k, v, sizes), piece.query_starts, piece.key_starts, piece.first_seen, out,
+        sums, scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items, NUM_HEADS=num_heads,
+        TOKENS=sizes.tokens, WIDE=sizes.wide, NARROW=sizes.narrow, VALUE=sizes.value, num_warps=4,
     )  # fmt: skip
     return out, sums
 
 
-def descriptors(q: Tensor, k: Tensor, v: Tensor) -> list[object]:
+def descriptors(q: Tensor, k: Tensor, v: Tensor, sizes: TileSizes) -> list[object]:
     """Tensor descriptors of queries, keys and values for the copy engine: rows of all heads'
     numbers, and boxes of one head's."""
-    width = q.shape[1] * KEY_DIM
+    width = q.shape[1] * (sizes.wide + sizes.narrow)
     found: list[object] = [
         _describe(tensor, tensor.shape[0], width, width, (rows, columns))
-        for tensor, rows in ((q, HALF.value), (k, TOKENS.value))
-        for columns in (WIDE.value, NARROW.value)
+        for tensor, rows in ((q, HALF.value), (k, sizes.tokens))
+        for columns in (sizes.wide, sizes.narrow or sizes.wide)
     ]
-    v_width = (v.shape[1] - 1) * v.stride(1) + VALUE_DIM
-    box = (TOKENS.value, VALUE_DIM)
+    v_width = (v.shape[1] - 1) * v.stride(1) + sizes.value
+    box = (sizes.tokens, sizes.value)
     return [*found, _describe(v, v.shape[0], v_width, v.stride(0), box)]
 
 

@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,6 +29,7 @@ from manyroots.kernels.latent import (
     triton_prompt,
 )
 from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.triton_hopper import DecodeWay
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
@@ -163,23 +164,25 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class PromptCase:
-    """Prompts of 192 and 128 numbers a head, with nothing before them."""
+    """Prompts with nothing before them."""
 
     name: str
     way: Callable[..., Any]
     rows: str
     heads: int
+    dims: tuple[int, int] = (192, 128)
+    """Of a head's keys and values."""
     timed: bool = True
 
     @property
     def label(self) -> str:
-        return f"{self.name:18} {self.heads:4} heads {self.rows:>9} prompt  "
+        return f"{self.name:18} {self.heads:4} heads {self.rows:>9} of {self.dims}"
 
     def _make(self) -> tuple[tuple[Any, ...], int]:
         lens = ROWS[self.rows]
         total = sum(lens)
-        q, k = (randn(total, self.heads, 192, seed=seed) for seed in (4, 5))
-        v = randn(total, self.heads, 256, seed=6)[..., 128:]
+        q, k = (randn(total, self.heads, self.dims[0], seed=seed) for seed in (4, 5))
+        v = randn(total, self.heads, 128 + self.dims[1], seed=6)[..., 128:]
         starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=GPU)
         seen = torch.zeros(len(lens), dtype=torch.int32, device=GPU)
         piece = KeyPiece(starts, starts, seen, max(lens))
@@ -203,7 +206,7 @@ class PromptCase:
     def time(self) -> str:
         arguments, num_pairs = self._make()
         us, least, most = microseconds([partial(self.way(), *arguments)] * 3)
-        flops = 2 * num_pairs * self.heads * (192 + 128)
+        flops = 2 * num_pairs * self.heads * sum(self.dims)
         return f"{us:8.1f} us ({least:.1f} to {most:.1f})  {flops / us / 1e6:24.1f} TFLOP/s"
 
 
@@ -230,14 +233,17 @@ ROWS = {
     "1x4096": [4096],
     "1x8192": [8192],
     "8x1024": [1024] * 8,
+    "8x1036": [1036] * 8,
     "256x500": [500] * 256,
 }
 
 
-def _hopper(*, prefetches: bool = False, few_parts: int = 16) -> Callable[..., Tensor]:
-    triton_hopper.PREFETCHES = prefetches
-    triton_hopper.FEW_PARTS = few_parts
+def _hopper() -> Callable[..., Tensor]:
     return triton_hopper.latent_decode
+
+
+def _by_way(way: DecodeWay) -> Callable[..., Tensor]:
+    return partial(triton_hopper.latent_decode, way=way)
 
 
 def _alone() -> Callable[..., Tensor]:
@@ -267,19 +273,27 @@ def cases() -> list[Case | PromptCase]:
         for page in ((16, 64, 128) if heads in (16, 128) else (16,))
     ]
     found += [Case("hopper", _hopper, rows, 16, timed=False) for rows in ("1x5", "1x100000")]
-    for way, name in ((_hopper, "hopper"), (partial(_hopper, prefetches=True), "prefetches")):
-        found += [Case(name, way, "64x4096", heads) for heads in (16, 32, 64, 128)]
-        found += [Case(name, way, "64x4096", heads, 64) for heads in (16, 128)]
-        found += [
-            Case(name, way, rows, heads)
-            for rows in ("64x100+", "8x2048", "256x500")
-            for heads in (16, 128)
-        ]
-    found.append(Case("few parts 8", partial(_hopper, few_parts=8), "64x4096", 16))
+    found += [Case("hopper", _hopper, "64x4096", heads) for heads in (16, 20, 32, 64, 128)]
+    found += [Case("hopper", _hopper, "64x4096", heads, 64) for heads in (16, 128)]
+    found += [
+        Case("hopper", _hopper, rows, heads)
+        for rows in ("64x100+", "8x2048", "8x1036", "256x500")
+        for heads in (16, 128)
+    ]
     found += [Case("plain", _plain, rows, 16) for rows in ("64x4096", "8x2048")]
-    found.append(PromptCase("hopper", _hopper_prompt, "some", 3, timed=False))
-    for rows in ("1x4096", "8x1024"):
-        found.append(PromptCase("hopper", _hopper_prompt, rows, 16))
+    many = DecodeWay(64, in_pairs=True, merged_heads=4, merged_parts=2)
+    for rows in ("64x4096", "8x2048"):
+        for name, way in (("pairs", many), ("one by one", replace(many, in_pairs=False))):
+            found.append(Case(name, partial(_by_way, way), rows, 128))
+    found += [
+        Case("pairs", partial(_by_way, many), "ragged", heads, page, timed=False)
+        for heads, page in ((40, 32), (128, 16), (128, 64), (128, 128))
+    ]
+    for dims, heads in (((192, 128), 16), ((256, 256), 20)):
+        found.append(PromptCase("hopper", _hopper_prompt, "some", 3, dims, timed=False))
+        for rows in ("1x4096", "8x1024"):
+            found.append(PromptCase("hopper", _hopper_prompt, rows, heads, dims))
+            found.append(PromptCase("plain", _plain_prompt, rows, heads, dims))
     return found
 
 
@@ -310,9 +324,9 @@ def main() -> int:
     print("checked", flush=True)
     for case, good in zip(every, is_right, strict=True):
         if case.timed and good:
-            is_for = triton_hopper.is_for
+            is_for = triton_hopper.is_for, triton_hopper_prompt.is_for
             print(f"{case.label}  {case.time()}", flush=True)
-            triton_hopper.is_for = is_for
+            triton_hopper.is_for, triton_hopper_prompt.is_for = is_for
     merge = triton_hopper._merge
     for heads, rows in ((16, "64x4096"), (128, "64x4096"), (16, "8x2048")):
         case = Case("  not merged", _alone, rows, heads)

@@ -8,7 +8,8 @@ programs share. A program has four warps that start copies of pages, and:
     up to 16 heads   4 warps; tokens are the rows of the matrix instructions, heads the columns,
                      so that no instruction computes heads that do not exist
     up to 32 heads   8 warps; the registers of 4 do not hold so many sums
-    more heads       8 warps for 64 heads, which are the rows
+    more heads       8 warps for 64 heads, which are the rows; with many rows, the program of
+                     `triton_hopper_pairs.py`
 
 A tile's scores are multiplied right after the values of the previous tile, so that matrix
 instructions wait only for weights. Scores are in units of log2, because the chip computes exp2.
@@ -19,6 +20,7 @@ a value.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -30,13 +32,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from manyroots.kernels.latent.triton_hopper_pairs import HEADS as PAIRED_HEADS
+from manyroots.kernels.latent.triton_hopper_pairs import PAIR, decode_pairs
+from manyroots.kernels.latent.triton_hopper_tiles import (
+    HALF,
+    LATENT,
+    ROPE,
+    ROPE_DIM,
+    ROWS_AT_ONCE,
+    TOKENS,
+    barriers,
+    clear_after,
+    load_box,
+    look_up,
+    plan_of,
+    quota_in_triton,
+)
 from manyroots.kernels.launch import (
     is_hopper,
     launch_options,
@@ -45,127 +62,81 @@ from manyroots.kernels.launch import (
 )
 
 LOG2_E = math.log2(math.e)
-LATENT, ROPE = 512, 64
-HALF = gl.constexpr(256)
-"""Columns of a copy, and output columns of one group of warps."""
-ROPE_DIM = gl.constexpr(ROPE)
-TOKENS = gl.constexpr(64)
-"""Tokens of a tile."""
 STAGES = gl.constexpr(2)
 """Tiles that are loaded or being loaded; shared memory holds no more."""
 FEW_HEADS, MANY_HEADS = 32, 64
 """Heads of a program."""
 FEWEST_HEADS = 16
 FEW_WARPS, MANY_WARPS = 4, 8
-COPY_WARPS = 4
-"""Copying warps share the boxes of a copy: issuing a copy takes longer than the copy."""
+COPIERS = gl.constexpr(4)
+"""Roles of one warp that share the boxes of a tile: issuing a copy takes longer than the copy, and
+the warps of one role would wait for each other after each box."""
 COPY_REGISTERS = gl.constexpr(40)
 """Registers of a thread."""
 MAX_ROWS = 4096
-LEAST_UNITS = 1
-"""Fewest tiles of a part."""
-FEW_PARTS, MANY_PARTS = 16, 4
-"""Parts that a program of the second launch adds at once: of one head, and of several."""
-PREFETCHES = False
-"""Whether to prefetch tiles into L2 that shared memory has no room for yet."""
-_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.6's name
 
 
-def _quota(total, longest, num_parts, least):
-    """Tiles of a part: an equal share, or the longest row if that is hardly more, so that rows of
-    one length are not split."""
-    quota = (total + num_parts - 1) // num_parts
-    if longest > quota:
-        if longest * 8 <= quota * 9:
-            quota = longest
-    if quota < least:
-        quota = least
-    return quota
+@dataclass(frozen=True, slots=True)
+class DecodeWay:
+    """How the kernels divide a step's work."""
+
+    heads: int
+    """Of a program."""
+    in_pairs: bool = False
+    """Two tiles at a time, as `triton_hopper_pairs.py` does."""
+    merged_heads: int = 1
+    """Heads of a program of the second launch."""
+    merged_parts: int = 16
+    """Parts that it adds at once."""
+
+    @property
+    def unit(self) -> int:
+        """Tokens of what parts are counted in."""
+        return int(PAIR.value if self.in_pairs else TOKENS.value)
 
 
-_quota_in_gluon = gluon.jit(_quota)
-_quota_in_triton = triton.jit(_quota)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _plan(
-    lengths, num_rows, part, num_parts, least, ROWS: gl.constexpr, WARPS: gl.constexpr
-):  # fmt: skip
-    """The start of a part: the row, the tile in it, and the number of tiles of the part."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    r = gl.arange(0, ROWS, layout)
-    tiles = (gl.load(lengths + r, mask=r < num_rows, other=0) + TOKENS - 1) // TOKENS
-    ends = gl.associative_scan(tiles, 0, _add)
-    total = gl.sum(tiles, 0)
-    quota = _quota_in_gluon(total, gl.max(tiles, 0), num_parts, least)
-    first = part * quota
-    is_before = ends <= first
-    row = gl.sum(is_before.to(gl.int32), 0)
-    tile = first - gl.sum(gl.where(is_before, tiles, 0), 0)
-    return row, tile, gl.minimum(total - first, quota)
+def way_for(num_rows: int, num_heads: int, num_multiprocessors: int) -> DecodeWay:
+    """The faster way, as far as it was measured. Many heads take pairs of tiles if there is a row
+    for every second part at least: with few tokens in a part, a tile at a time begins sooner."""
+    if num_heads <= FEW_HEADS:
+        return DecodeWay(max(FEWEST_HEADS, triton.next_power_of_2(num_heads)))
+    num_parts = num_multiprocessors // -(-num_heads // MANY_HEADS)
+    return DecodeWay(MANY_HEADS, in_pairs=2 * num_rows >= num_parts, merged_heads=4, merged_parts=2)
 
 
 @gluon.jit
 def _ask_for_tile(
-    descs, ring, at, table, first, last_page, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr
+    descs, ring, at, pages, first,
+    PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, COPIER: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tile whose first token is `first` into the ring as number `at`, as soon as its slot
-    is free. Entries past the last page repeat it."""
+    """Copy one warp's share of a tile's boxes into the ring as number `at`, as soon as its slot is
+    free."""
     half_desc, rope_desc = descs
     full, empty = ring[3], ring[4]
     stage = at % STAGES
     copies: gl.constexpr = TOKENS // COPIED
-    pages = ()
-    for j in gl.static_range(copies):
-        page = gl.minimum((first + j * COPIED) // PAGE_SIZE, last_page)
-        pages += (gl.load(table + page),)  # type: ignore[assignment]
+    halves: gl.constexpr = (2 * copies - COPIER + COPIERS - 1) // COPIERS
+    before: gl.constexpr = (COPIER + COPIERS - 2) % COPIERS
+    ropes: gl.constexpr = (copies - before + COPIERS - 1) // COPIERS
     mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
-    mbarrier.expect(
-        full.index(stage), copies * (2 * half_desc.block_type.nbytes + rope_desc.block_type.nbytes)
-    )
     bar = full.index(stage)
+    mbarrier.expect(bar, halves * half_desc.block_type.nbytes + ropes * rope_desc.block_type.nbytes)
     for j in gl.static_range(copies):
         offset = (first + j * COPIED) % PAGE_SIZE
         for p in gl.static_range(3):
-            _load(
-                rope_desc if p == 2 else half_desc, [pages[j], offset, p * HALF], bar,
-                ring[p].index(stage).slice(j * COPIED, COPIED),
-            )  # fmt: skip
+            if (j + 2 if p == 2 else 2 * j + p) % COPIERS == COPIER:
+                load_box(
+                    rope_desc if p == 2 else half_desc, [pages[j], offset, p * HALF], bar,
+                    ring[p].index(stage).slice(j * COPIED, COPIED),
+                )  # fmt: skip
 
 
 @gluon.jit
-def _prefetch(pages, table, first, length, PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr):
-    """Prefetch the cache lines of a tile into L2."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
-    base, page_stride, token_stride = pages
-    t = gl.minimum(first + gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), length - 1)
-    page = gl.load(table + t // PAGE_SIZE).to(gl.int64)
-    row = base + page * page_stride + t % PAGE_SIZE * token_stride
-    line = gl.arange(0, 8, gl.SliceLayout(0, layout)) * 64
-    _ask_for_lines(row[:, None] + line[None, :])
-    _ask_for_lines(row + 2 * HALF)
-
-
-@gluon.jit
-def _ask_for_lines(ptrs):
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptrs], dtype=gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _copy(
-    q_descs, descs, pages, queries, ring, plan, lengths, page_table, table_row, num_heads,
-    first_head, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
-    PREFETCHES: gl.constexpr,
-):  # fmt: skip
-    """The role of the copying warps: load queries and tiles."""
+def _copy(given, PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, COPIER: gl.constexpr):
+    """The role of one warp: load a share of all tiles; the first warp also loads queries."""
+    q_descs, descs, queries, ring, plan, lengths, page_table, table_row, num_heads, first_head = (
+        given
+    )
     row, tile, num_left = plan
     q_left, q_right, q_rope, q_full, q_empty = queries
     at, asked = 0, 0
@@ -175,37 +146,28 @@ def _copy(
         if count > 0:
             table = page_table + row.to(gl.int64) * table_row
             last_page = (length - 1) // PAGE_SIZE
+            first = tile * TOKENS
+            pages = look_up(table, first, last_page, PAGE_SIZE, COPIED)
             for i in range(count):
-                if PREFETCHES:
-                    _prefetch(pages, table, (tile + i) * TOKENS, length, PAGE_SIZE, WARPS)
-                _ask_for_tile(
-                    descs, ring, at + i, table, (tile + i) * TOKENS, last_page, PAGE_SIZE, COPIED
-                )
-                if i == 0:  # after the tile: the last row may still use its queries
-                    half, rope = q_descs
-                    mbarrier.wait(q_empty, (asked & 1) ^ 1)
-                    mbarrier.expect(q_full, 2 * half.block_type.nbytes + rope.block_type.nbytes)
-                    first = row * num_heads + first_head
-                    _load(half, [first, 0], q_full, q_left)
-                    _load(half, [first, HALF], q_full, q_right)
-                    _load(rope, [first, 2 * HALF], q_full, q_rope)
+                # The next tile's pages are looked up while this one waits for its slot.
+                ahead = look_up(table, first + TOKENS, last_page, PAGE_SIZE, COPIED)
+                _ask_for_tile(descs, ring, at + i, pages, first, PAGE_SIZE, COPIED, COPIER)
+                if COPIER == 0:
+                    if i == 0:  # after the tile: the last row may still use its queries
+                        half, rope = q_descs
+                        mbarrier.wait(q_empty, (asked & 1) ^ 1)
+                        mbarrier.expect(q_full, 2 * half.block_type.nbytes + rope.block_type.nbytes)
+                        q_row = row * num_heads + first_head
+                        load_box(half, [q_row, 0], q_full, q_left)
+                        load_box(half, [q_row, HALF], q_full, q_right)
+                        load_box(rope, [q_row, 2 * HALF], q_full, q_rope)
+                pages = ahead
+                first += TOKENS
             asked += 1
             at += count
         num_left -= count
         row += 1
         tile = 0
-
-
-@gluon.jit
-def _clear_after(tile, first, length, WARPS: gl.constexpr):
-    """Write zeros over values of no token: zero times NaN is NaN. A few at a time, because
-    registers are scarce."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    for j in gl.static_range(TOKENS // 8):
-        few = tile.slice(j * 8, 8)
-        t = first + j * 8 + gl.arange(0, 8, gl.SliceLayout(1, layout))
-        few.store(gl.where((t < length)[:, None], few.load(layout), 0.0))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -251,8 +213,8 @@ def _take_in(
     fence_async_shared()
     if IS_LAST:
         if first + TOKENS > length:
-            _clear_after(left, first, length, WARPS)
-            _clear_after(right, first, length, WARPS)
+            clear_after(left, first, length, WARPS)
+            clear_after(right, first, length, WARPS)
     factor = gl.expand_dims(gl.convert_layout(shrink, gl.SliceLayout(AXIS, o_layout)), AXIS)
     acc_left *= factor
     acc_right *= factor
@@ -352,14 +314,6 @@ def _attend(
 
 
 @gluon.jit
-def _barriers(num: gl.constexpr, count: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num):
-        mbarrier.init(bars.index(i), count=count)
-    return bars
-
-
-@gluon.jit
 def _places(q_descs, HEADS: gl.constexpr):
     """Shared memory of queries and of the ring, each with a barrier for 'full' and one for 'readers
     done'."""
@@ -371,27 +325,26 @@ def _places(q_descs, HEADS: gl.constexpr):
         gl.allocate_shared_memory(dtype, [HEADS, HALF], half_desc.layout),
         gl.allocate_shared_memory(dtype, [HEADS, HALF], half_desc.layout),
         gl.allocate_shared_memory(dtype, [HEADS, ROPE_DIM], rope_desc.layout),
-        _barriers(1, 1).index(0), _barriers(1, 1).index(0),
+        barriers(1, 1).index(0), barriers(1, 1).index(0),
     )  # fmt: skip
     ring = (
         gl.allocate_shared_memory(dtype, [STAGES, TOKENS, HALF], half),
         gl.allocate_shared_memory(dtype, [STAGES, TOKENS, HALF], half),
         gl.allocate_shared_memory(dtype, [STAGES, TOKENS, ROPE_DIM], rope),
-        _barriers(STAGES, 1), _barriers(STAGES, 1),
+        barriers(STAGES, COPIERS), barriers(STAGES, 1),
     )  # fmt: skip
     return queries, ring
 
 
 @gluon.jit(
-    do_not_specialize=["table_row", "num_rows", "num_parts", "least"],
+    do_not_specialize=["table_row", "num_rows", "num_parts"],
     do_not_specialize_on_alignment=["page_table", "lengths"],
 )
 def _decode(
-    q_half, q_rope, half, rope, pages, page_stride, token_stride, page_table, lengths, out,
-    partial, sums, scale, table_row, num_rows, num_parts, least, num_heads,
-    ROWS: gl.constexpr, HEADS: gl.constexpr, BLOCKS: gl.constexpr, AXIS: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr,
-    COPY_WARPS: gl.constexpr, PREFETCHES: gl.constexpr, DEPENDENT: gl.constexpr,
+    q_half, q_rope, half, rope, page_table, lengths, out, partial, sums, scale, table_row, num_rows,
+    num_parts, num_heads,
+    HEADS: gl.constexpr, BLOCKS: gl.constexpr, AXIS: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, COPIED: gl.constexpr, WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """One part of all rows' tokens, for a block of heads. Programs of the same part are neighbours,
     so one finds the other's reads in the cache."""
@@ -399,7 +352,7 @@ def _decode(
         gdc_launch_dependents()
     part = gl.program_id(0) // BLOCKS
     first_head = gl.program_id(0) % BLOCKS * HEADS
-    plan = _plan(lengths, num_rows, part, num_parts, least, ROWS, WARPS)
+    plan = plan_of(lengths, num_rows, part, num_parts, TOKENS, WARPS)
     queries, ring = _places((q_half, q_rope), HEADS)
     weights = ring[2]
     if AXIS == 0:
@@ -408,36 +361,43 @@ def _decode(
     fence_async_shared()
     if DEPENDENT:
         gdc_wait()
+    given = (
+        (q_half, q_rope), (half, rope), queries, ring, plan, lengths, page_table, table_row,
+        num_heads, first_head,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_attend, (
                 queries, ring, weights, plan, lengths, out, partial, sums, scale, part, num_parts,
                 num_heads, first_head, HEADS, AXIS, WARPS,
             )),
-            (_copy, (
-                (q_half, q_rope), (half, rope), (pages, page_stride, token_stride), queries, ring,
-                plan, lengths, page_table, table_row, num_heads, first_head, PAGE_SIZE, COPIED,
-                COPY_WARPS, PREFETCHES,
-            )),
+            (_copy, (given, PAGE_SIZE, COPIED, 0)),
+            (_copy, (given, PAGE_SIZE, COPIED, 1)),
+            (_copy, (given, PAGE_SIZE, COPIED, 2)),
+            (_copy, (given, PAGE_SIZE, COPIED, 3)),
         ],
-        [COPY_WARPS], [COPY_REGISTERS],
+        [1, 1, 1, 1], [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_parts", "least"])
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
 def _merge(
-    lengths, partial, sums, out, num_rows, num_parts, least, num_heads,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, LATENT: tl.constexpr, HEADS: tl.constexpr,
-    PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    lengths, partial, sums, out, num_rows, num_parts, num_heads,
+    UNIT: tl.constexpr, LATENT: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge a row's parts for some heads; a row without tokens gives zeros."""
     let_next_begin(DEPENDENT)
     row = tl.program_id(1)
-    r = tl.arange(0, ROWS)
-    tiles = (tl.load(lengths + r, mask=r < num_rows, other=0) + TOKENS - 1) // TOKENS
-    quota = _quota_in_triton(tl.sum(tiles, 0), tl.max(tiles, 0), num_parts, least)
-    begin = tl.sum(tl.where(r < row, tiles, 0), 0)
-    count = tl.sum(tl.where(r == row, tiles, 0), 0)
+    total, longest, begin = 0, 0, 0
+    for start in range(0, num_rows, ROWS):
+        r = start + tl.arange(0, ROWS)
+        units = (tl.load(lengths + r, mask=r < num_rows, other=0) + UNIT - 1) // UNIT
+        total += tl.sum(units, 0)
+        longest = tl.maximum(longest, tl.max(units, 0))
+        begin += tl.sum(tl.where(r < row, units, 0), 0)
+    quota = quota_in_triton(total, longest, num_parts)
+    count = (tl.load(lengths + row) + UNIT - 1) // UNIT
     first, last = begin // quota, (begin + count - 1) // quota
     wait_for_inputs(DEPENDENT)
     if (count > 0) & (first == last):
@@ -489,36 +449,45 @@ def is_for(queries: Tensor, pages: Tensor, latent: int) -> bool:
 
 
 def latent_decode(
-    queries: Tensor, pages: Tensor, page_table: Tensor, lengths: Tensor, scale: float, latent: int
+    queries: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    latent: int,
+    way: DecodeWay | None = None,
 ) -> Tensor:
     """Attended latents [rows, heads, latent] of queries [rows, heads, latent + rope]."""
     num_rows, num_heads, _ = queries.shape
-    device = queries.device
-    is_few = num_heads <= FEW_HEADS
-    heads = max(FEWEST_HEADS, triton.next_power_of_2(num_heads)) if is_few else MANY_HEADS
-    blocks = -(-num_heads // heads)
-    num_parts = max(1, _num_multiprocessors(device) // blocks)
+    device, page_size = queries.device, pages.shape[1]
+    num_multiprocessors = _num_multiprocessors(device)
+    way = way or way_for(num_rows, num_heads, num_multiprocessors)
+    copied = min(page_size, TOKENS.value)
+    blocks = -(-num_heads // way.heads)
+    num_parts = max(1, num_multiprocessors // blocks)
     out = torch.empty(num_rows, num_heads, latent, dtype=queries.dtype, device=device)
     # Not `scratch`: a captured graph keeps its allocations, and a growing buffer would move.
     partial = torch.empty(2 * num_parts, num_heads, latent, dtype=torch.float32, device=device)
     sums = torch.empty(2 * num_parts, num_heads, dtype=torch.float32, device=device)
-    rows = max(32, triton.next_power_of_2(num_rows))
-    page_size = pages.shape[1]
-    copied = min(page_size, TOKENS.value)
-    warps = FEW_WARPS if heads == FEWEST_HEADS else MANY_WARPS
     options = launch_options(device)
-    _decode[(num_parts * blocks,)](
-        *descriptors(queries, pages, heads, copied), pages, *pages.stride()[:2], page_table,
-        lengths, out, partial, sums, scale * LOG2_E, page_table.stride(0), num_rows, num_parts,
-        LEAST_UNITS, num_heads, ROWS=rows, HEADS=heads, BLOCKS=blocks, AXIS=0 if is_few else 1,
-        PAGE_SIZE=page_size, COPIED=copied, WARPS=warps, COPY_WARPS=COPY_WARPS,
-        PREFETCHES=PREFETCHES, num_warps=warps, **options,
+    grid = (num_parts * blocks,)
+    args = (
+        *descriptors(queries, pages, way.heads, copied), page_table, lengths, out, partial, sums,
+        scale * LOG2_E, page_table.stride(0), num_rows, num_parts, num_heads,
     )  # fmt: skip
-    merged = 1 if is_few else 8
-    _merge[(-(-num_heads // merged), num_rows)](
-        lengths, partial, sums, out, num_rows, num_parts, LEAST_UNITS, num_heads, ROWS=rows,
-        TOKENS=TOKENS.value, LATENT=latent, HEADS=merged,
-        PARTS=FEW_PARTS if is_few else MANY_PARTS, num_warps=4 if is_few else 8, **options,
+    constants = {"BLOCKS": blocks, "PAGE_SIZE": page_size, "COPIED": copied}
+    if way.in_pairs:
+        assert way.heads == PAIRED_HEADS.value
+        decode_pairs[grid](*args, **constants, num_warps=4, **options)
+    else:
+        warps = FEW_WARPS if way.heads == FEWEST_HEADS else MANY_WARPS
+        _decode[grid](
+            *args, **constants, HEADS=way.heads, AXIS=0 if way.heads <= FEW_HEADS else 1,
+            WARPS=warps, num_warps=warps, **options,
+        )  # fmt: skip
+    _merge[(-(-num_heads // way.merged_heads), num_rows)](
+        lengths, partial, sums, out, num_rows, num_parts, num_heads, UNIT=way.unit, LATENT=latent,
+        HEADS=way.merged_heads, PARTS=way.merged_parts, ROWS=ROWS_AT_ONCE.value, **options,
     )  # fmt: skip
     return out
 

@@ -162,6 +162,8 @@ from unittest import mock
 from triton.runtime.jit import JITFunction
 
 from manyroots.kernels.latent import triton_hopper as decode
+from manyroots.kernels.latent import triton_hopper_prompt as prompt
+from manyroots.kernels.latent.inputs import KeyPiece
 
 run, made = JITFunction.run, {{}}
 
@@ -175,11 +177,23 @@ half, int32 = torch.bfloat16, torch.zeros(4, 4, dtype=torch.int32)
 with (
     mock.patch.object(JITFunction, "run", launched),
     mock.patch.object(decode, "_num_multiprocessors", lambda device: 132),
+    mock.patch.object(prompt, "_num_multiprocessors", lambda device: 132),
 ):
-    for heads, shapes in ((16, ("n16",)), (128, ("n32", "n128"))):
-        queries, pages = torch.zeros(4, heads, 576, dtype=half), torch.zeros(3, 16, 576, dtype=half)
-        decode.latent_decode(queries, pages, int32, int32[0], 0.1, 512)
-        found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made["_decode"]))
+    for way, name, shapes in (
+        (decode.DecodeWay(16), "_decode", ("n16",)),
+        (decode.DecodeWay(64), "_decode", ("n32", "n128")),
+        (decode.DecodeWay(64, in_pairs=True), "decode_pairs", ("n64", "n256")),
+    ):
+        queries = torch.zeros(4, way.heads, 576, dtype=half)
+        pages = torch.zeros(3, 16, 576, dtype=half)
+        decode.latent_decode(queries, pages, int32, int32[0], 0.1, 512, way)
+        found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made[name]))
+        assert found == set(shapes), found
+    for key, value, shapes in ((192, 128, ("n128",)), (256, 256, ("n64", "n256"))):
+        q = torch.zeros(300, 2, key, dtype=half)
+        piece = KeyPiece(int32[0], int32[0], int32[0, :3], 300)
+        prompt.attend_piece(q, q, torch.zeros(300, 2, value, dtype=half), piece, 0.1)
+        found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made["_prompt"]))
         assert found == set(shapes), found
 """
 
@@ -229,6 +243,7 @@ def test_q01_q04_f07_kernels_compile_for_hopper(ended: Ended, script: str) -> No
     """Q01, Q02, Q04, F07: FP8's product is one of its matrix instructions, both numbers in one, and
     that of MXFP4 is one of bfloat16's. Products in Gluon ask for weights before they wait for the
     kernel before them, early ones for as many as they have room for. Latent decode has heads or
-    tokens as the rows of matrix instructions, whichever are enough."""
+    tokens as the rows of matrix instructions, whichever are enough; pairs of tiles have whole tiles
+    of scores and half of the values."""
     codes, said = ended
     assert codes.get(script) == 0, said

@@ -163,7 +163,7 @@ if DEVICE.type == "cuda":
         [(300, 300, 0), (700, 1500, 800), (128, 128, 0), (1, 640, 639)],
         [(1000, 500, -300), (257, 4000, 5000), (130, 1, 0), (64, 0, 0)],
     ]
-    DIMS.append((192, 128))
+    DIMS += [(192, 128), (256, 256)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,7 +266,8 @@ def test_f07_a_product_and_what_an_adapter_adds_are_rounded_once() -> None:
 
 
 def test_f07_what_is_sent_to_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """F07: bfloat16 of DeepSeek's dimensions, pages that fill tiles, prompts that are not short."""
+    """F07: bfloat16 of DeepSeek's or GLM's dimensions, pages that fill tiles, prompts that are not
+    short."""
     half = torch.bfloat16
     for module in (triton_hopper, triton_hopper_prompt):
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
@@ -284,15 +285,37 @@ def test_f07_what_is_sent_to_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPa
     assert not decodes(dtype=torch.uint8)
 
     def attends(
-        key_dim: int = 192, tokens: int = 256, keys: int = 300, dtype: torch.dtype = half
+        key_dim: int = 192,
+        value_dim: int = 128,
+        tokens: int = 256,
+        keys: int = 300,
+        dtype: torch.dtype = half,
     ) -> bool:
         q, k = (torch.empty(n, 2, key_dim, dtype=dtype) for n in (tokens, keys))
-        v = torch.empty(keys, 2, 256, dtype=dtype)[..., 128:]
+        v = torch.empty(keys, 2, 192 + value_dim, dtype=dtype)[..., 192:]
         starts = torch.tensor([0, tokens])
         return triton_hopper_prompt.is_for(q, k, v, KeyPiece(starts, starts, starts[:1], tokens))
 
     assert attends()
+    assert attends(key_dim=256, value_dim=256)
+    assert not attends(key_dim=256)
     assert not attends(key_dim=160)
     assert not attends(tokens=100)
     assert not attends(keys=0)
     assert not attends(dtype=torch.float32)
+
+
+def test_f07_how_latent_decode_is_divided_on_hopper() -> None:
+    """F07: pairs of tiles for many heads, if parts are about as many as rows; few heads are padded
+    to what a program has, and their parts are merged a head at a time."""
+    way_for = triton_hopper.way_for
+    assert [way_for(8, heads, 132).heads for heads in (3, 16, 20, 32, 33, 128)] == [
+        16, 16, 32, 32, 64, 64,
+    ]  # fmt: skip
+    assert not way_for(4096, 32, 132).in_pairs
+    assert [way_for(rows, 128, 132).in_pairs for rows in (8, 32, 33, 64)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    assert [way_for(rows, 64, 132).in_pairs for rows in (64, 66)] == [False, True]
+    assert (way_for(64, 128, 132).unit, way_for(8, 128, 132).unit) == (128, 64)
+    assert way_for(64, 16, 132).merged_heads == 1

@@ -13,6 +13,7 @@ the norm after it; see `layers/deferred_output.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,7 @@ from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.lora.targets import Target
 from manyroots.models.families import model_families
+from manyroots.models.forms import form_of, shortest_prefix
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_pool import AdapterPool
@@ -241,6 +243,23 @@ class Decoder:
         self.ropes: tuple[RopeTable, ...] = ()
         """Tables of every position, by kind; see `attach`."""
         self._memories: list[list[Any]] = []
+        self._num_run: int | None = None
+        """Layers that `hidden` computes; None: all."""
+        self._num_distinct: int | None = None
+        """Layers that launch every kernel; None: not known, because memory is new."""
+
+    @contextmanager
+    def one_of_each_kind(self) -> Iterator[None]:
+        """Meanwhile only the first layers are computed, as few as launch every kernel that all
+        layers would: to compile and to load kernels. Results are wrong."""
+        if self._num_distinct is None:
+            both = zip(self.layers, self._memories, strict=False)
+            self._num_distinct = shortest_prefix([form_of(own) for own in both])
+        self._num_run = self._num_distinct
+        try:
+            yield
+        finally:
+            self._num_run = None
 
     def attach(self, arenas: Sequence[Arena], pool: AdapterPool | None, *, max_len: int) -> None:
         """Give it memory: an arena for each family, the adapters' pool if there is one, and angles
@@ -249,7 +268,7 @@ class Decoder:
             family.memory: (arena, family.layers)
             for family, arena in zip(self.families, arenas, strict=True)
         }
-        self._memories = []
+        self._memories, self._num_distinct = [], None
         for index, layer in enumerate(self.spec.all_layers):
             own = []
             for mixer in layer.mixers:
@@ -313,8 +332,9 @@ class Decoder:
         )
         step = replace(step, tokens=tokens)
         product: DeferredOutput | None = None
-        last = max(index for index, layer in enumerate(self.layers) if layer.mixers)
-        for index, layer in enumerate(self.layers):
+        layers = self.layers[: self._num_run]
+        last = max((index for index, layer in enumerate(layers) if layer.mixers), default=-1)
+        for index, layer in enumerate(layers):
             if step.before_layer is not None:
                 step.before_layer(index)
             if layer.mixing is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -98,9 +99,11 @@ class Graphs:
         capture: bool,
         first_runs: FirstRuns,
         checks_drafts: bool = False,
+        briefly: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`checks_drafts`: whether there are steps in runs."""
-        self._model = model
+        """`checks_drafts`: whether there are steps in runs. `briefly`: in its context a model
+        launches each of its kernels and computes nothing useful."""
+        self._model, self._briefly = model, briefly
         self._choose = choose
         self._blank = blank
         self._sizes = graph_sizes(max_num_rows)
@@ -179,7 +182,7 @@ class Graphs:
                 self._graphs[key] = self._capture(key)
 
     def launch_all(self, mixed: Sequence[MixedShape]) -> None:
-        """Every kind of step once, kernel by kernel; rare kinds, too."""
+        """Every kind of step once, kernel by kernel; rare kinds, too. Call it within `briefly`."""
         sizes = self._single_tokens()
         keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
         few = [*sizes, *keys[: len(self._kinds)], *keys[-len(self._kinds) :]]
@@ -222,7 +225,8 @@ class Graphs:
         layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(self._device)
         views = layout.views(inputs)
-        self._choose(self._model(views, key), views)  # compiles, which can't be captured
+        with self._briefly():
+            self._choose(self._model(views, key), views)  # loads kernels, which can't be captured
         graphs = [torch.cuda.CUDAGraph() for _ in range(2 if in_two else 1)]
         with self._captured(graphs[0]):
             logits = self._model(views, key)

@@ -157,9 +157,15 @@ def blank_decode(num_rows: int, spare: SpareRow, *, with_adapters: bool) -> Step
     return _blank(np.ones(num_rows, np.int64), spare, with_adapters)
 
 
-def blank_prefill(num_tokens: int, spare: SpareRow, *, with_adapters: bool) -> StepInputs:
-    """One sequence of the spare row: to compile and to measure with."""
-    return _blank(np.array([num_tokens]), spare, with_adapters)
+def blank_prefill(
+    num_tokens: int, spare: SpareRow, *, with_adapters: bool, max_len: int | None = None
+) -> StepInputs:
+    """One sequence of the spare row, or several of up to `max_len` tokens: to compile and to
+    measure with."""
+    num_seqs = 1 if max_len is None else -(-num_tokens // max_len)
+    # As equal as possible: a sequence of one token would decode.
+    bounds = np.arange(num_seqs + 1) * num_tokens // num_seqs
+    return _blank(np.diff(bounds), spare, with_adapters)
 
 
 def _blank(counts: Int64s, spare: SpareRow, with_adapters: bool) -> StepInputs:

@@ -178,6 +178,7 @@ class ModelRunner:
                 capture=is_gpu and use_graphs,
                 first_runs=self._first_runs,
                 checks_drafts=drafts,
+                briefly=decoder.one_of_each_kind,
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
@@ -232,7 +233,7 @@ class ModelRunner:
         return self._in_warmup(lambda warmup: warmup.measure(max_num_tokens, num_kinds))
 
     def _in_warmup(self, what: Callable[[Warmup], T]) -> T:
-        warmup = Warmup(self._forward, self._graphs, self._state, self._lora, max_len=self._max_len)
+        warmup = Warmup(self._forward, self._graphs, self._state, max_len=self._max_len)
         return self._thread.submit(torch.inference_mode()(what), warmup).result()
 
     @torch.inference_mode()

@@ -13,6 +13,8 @@ import torch
 
 from manyroots.kernels.compile_ahead import compile_ahead
 from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.layers.step import LogitsIndices
+from manyroots.process.progress import stage
 from manyroots.runner.forward import Forward
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.inputs import Int64s, blank_prefill
@@ -22,12 +24,13 @@ from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import sequence_arrays, token_arrays
 from manyroots.runner.views import StepViews
 
-WARM_TOKENS = (96, 160, 1024, 2048)
+WARM_TOKENS = (96, 160, 1024, 2048, 4096)
 """Prompts whose kernels are compiled ahead: more than the skinny products take, and with experts
-many enough for small tiles, and for large ones; and long enough for long prompts' attention."""
-
-Lora = Callable[[Int64s | None], LoraRows | None]
-"""The adapters of tokens with these slots."""
+many enough for small tiles, and for large ones; and long enough for long prompts' attention. And as
+many tokens as a step may have."""
+WARM_SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Tokens that are sampled in a step kernel by kernel: its last products have so many rows, and
+kernels are compiled for powers of two."""
 
 
 class Warmup:
@@ -38,14 +41,12 @@ class Warmup:
         forward: Forward,
         graphs: Graphs | None,
         state: SamplingState,
-        lora: Lora,
         *,
         max_len: int,
     ) -> None:
         self._forward = forward
         self._graphs = graphs
         self._state = state
-        self._lora = lora
         self._max_len = max_len
         self._device = forward.decoder.device
 
@@ -54,25 +55,36 @@ class Warmup:
         most so many tokens."""
         self._compile(max_num_tokens, has_adapters=has_adapters)
         if self._graphs is not None:
-            self._graphs.capture_all(self._mixed(max_num_tokens))
-        self._prefills(has_adapters=has_adapters)
+            with stage("of it capturing"):
+                self._graphs.capture_all(self._mixed(max_num_tokens))
+        with self._forward.decoder.one_of_each_kind():
+            self._prefills(max_num_tokens, has_adapters=has_adapters)
 
     def _compile(self, max_num_tokens: int, *, has_adapters: bool) -> None:
         """All that warming up launches, several kernels at a time."""
 
         def launch_all() -> None:
-            if self._graphs is not None:
-                self._graphs.launch_all(self._mixed(max_num_tokens))
-            self._prefills(has_adapters=has_adapters)
-            self._prefill(min(max_num_tokens, self._max_len), with_adapters=has_adapters)
-            self._sample()
+            with self._forward.decoder.one_of_each_kind():
+                # Long prompts first: their kernels take longest to compile.
+                self._prefills(max_num_tokens, has_adapters=has_adapters)
+                self._sample()
+                if self._graphs is not None:
+                    self._graphs.launch_all(self._mixed(max_num_tokens))
 
-        compile_ahead(launch_all)
+        with stage("of it compiling"):
+            compile_ahead(launch_all)
 
-    def _prefills(self, *, has_adapters: bool) -> None:
-        for count in sorted({min(tokens, self._max_len) for tokens in WARM_TOKENS}):
-            for with_adapters in (False, True) if has_adapters else (False,):
+    def _prefills(self, max_num_tokens: int, *, has_adapters: bool) -> None:
+        """Steps of every size, and one of every number of samples."""
+        counts = {max_num_tokens, *(tokens for tokens in WARM_TOKENS if tokens < max_num_tokens)}
+        for with_adapters in (True, False) if has_adapters else (False,):
+            for count in sorted(counts, reverse=True):
                 self._prefill(count, with_adapters=with_adapters)
+            for num_samples in WARM_SAMPLES:
+                if num_samples <= min(max_num_tokens, self._forward.rows.spare.row):
+                    self._prefill(
+                        max_num_tokens, with_adapters=with_adapters, num_samples=num_samples
+                    )
 
     def measure(self, max_num_tokens: int, num_kinds: int) -> int:
         """Bytes that steps of this many tokens need in addition to what is allocated, including
@@ -94,16 +106,33 @@ class Warmup:
             return []
         return all_shapes(self._forward.rows.spare.row, max_num_tokens)
 
-    def _prefill(self, num_tokens: int, *, with_adapters: bool) -> None:
+    def _prefill(
+        self, num_tokens: int, *, with_adapters: bool, num_samples: int | None = None
+    ) -> None:
+        """`num_samples`: after how many tokens something is sampled; None: after all, but nothing
+        is."""
         forward = self._forward
-        inputs = blank_prefill(num_tokens, forward.rows.spare, with_adapters=with_adapters)
+        inputs = blank_prefill(
+            num_tokens, forward.rows.spare, with_adapters=with_adapters, max_len=self._max_len
+        )
         named = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
-        lora = self._lora(inputs.token_slots)
+        indices = None
+        if num_samples is not None:
+            slots = None if inputs.token_slots is None else inputs.token_slots[:num_samples]
+            at = send({"at": np.arange(num_samples)}, self._device)["at"]
+            indices = LogitsIndices(at, self._lora(slots))
         tokens, step = forward.step(
-            StepViews.of(named), inputs.num_decodes, lora, max_chunk=num_tokens,
+            StepViews.of(named), inputs.num_decodes, self._lora(inputs.token_slots),
+            max_chunk=int(np.diff(inputs.query_starts).max()), logits_indices=indices,
             prompt_lens=inputs.prompt_lens,
         )  # fmt: skip
-        forward.decoder.hidden(tokens, step)
+        hidden = forward.decoder.hidden(tokens, step)
+        if indices is not None:
+            forward.decoder.logits(hidden, indices.lora)
+
+    def _lora(self, slots: Int64s | None) -> LoraRows | None:
+        """Rows of a step with adapters; those of the base model, too, launch its kernels."""
+        return None if slots is None else LoraRows.build(slots, self._device)
 
     def _sample(self) -> None:
         decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row

@@ -28,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from unittest import mock
 
 import torch
@@ -143,16 +143,23 @@ def _lookup(tokens: Tensor, weight: Tensor) -> Tensor:
     return weight.new_zeros(*tokens.shape, weight.shape[1])
 
 
+class Launcher(Protocol):
+    """What becomes of launches."""
+
+    def launch(
+        self, kernel: JITFunction, run: Any, *args: Any, grid: Any, **options: Any
+    ) -> None: ...
+
+
 @contextmanager
-def for_hopper() -> Iterator[Compiled]:
-    """Engines built in here take a Hopper GPU's kernels, and compile what they would launch. The
-    process can launch nothing afterwards."""
-    compiled = Compiled()
+def for_hopper(launcher: Launcher) -> Iterator[None]:
+    """Engines built in here take a Hopper GPU's kernels, and give what they would launch to
+    `launcher`. The process can launch nothing afterwards."""
     run = JITFunction.run
     yes = lambda *_: True  # noqa: E731
 
     def launched(self: JITFunction, *args: Any, **options: Any) -> None:
-        compiled.launch(self, run, *args, **options)
+        launcher.launch(self, run, *args, **options)
 
     compile_for_hopper()
     with ExitStack() as patches:
@@ -181,7 +188,7 @@ def for_hopper() -> Iterator[Compiled]:
             (Graphs, "capture_all", _all_steps),
         ):
             patches.enter_context(mock.patch.object(place, name, new))
-        yield compiled
+        yield
 
 
 def _all_steps(graphs: Graphs, mixed: list[MixedShape]) -> None:
@@ -195,7 +202,7 @@ def _all_steps(graphs: Graphs, mixed: list[MixedShape]) -> None:
         graphs.run(graphs._blank(key), mixed=key.mixed)
 
 
-def _write(name: str, folder: Path) -> Path:
+def write_shape(name: str, folder: Path) -> Path:
     """The folder of a model without weights, with a few layers."""
     if name in odd_sizes.MODELS:
         kind, sizes = odd_sizes.MODELS[name]
@@ -214,7 +221,7 @@ def compile_model(name: str, folder: Path) -> Compiled:
     """All kernels of a server of this model, with adapters and without."""
     config, *options = name.split("+")
     rank = next((int(o[1:]) for o in options if o[0] == "r"), DEFAULT_RANK)
-    home = _write(config, folder)
+    home = write_shape(config, folder)
     adapters = write_adapters(
         targets_of(resolve_source(engine_settings({"model": str(home)}).model)), folder,
         NUM_ADAPTERS, rank, experts=True,
@@ -235,7 +242,8 @@ def compile_model(name: str, folder: Path) -> Compiled:
         "max_loras": NUM_ADAPTERS,
         "max_lora_rank": rank,
     }
-    with for_hopper() as compiled:
+    compiled = Compiled()
+    with for_hopper(compiled):
         engine = build_engine(engine_settings(settings))
         try:
             runner = cast(ModelRunner, engine.loop._runner)

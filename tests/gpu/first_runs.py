@@ -45,13 +45,16 @@ FIRST_TOKEN, VOCAB = 3, 900
 class Traffic:
     """Requests for one engine, by kind."""
 
-    def __init__(self, *, max_prompt: int, num_requests: int) -> None:
+    def __init__(
+        self, *, max_prompt: int, num_requests: int, num_adapters: int = NUM_ADAPTERS
+    ) -> None:
         self.rng = random.Random("first runs")
         self._max_prompt, self._num_requests = max_prompt, num_requests
+        self._num_adapters = num_adapters
         self._next = 0
 
     def kinds(self) -> Iterator[tuple[str, list[Submit]]]:
-        names = [f"a{number}" for number in range(NUM_ADAPTERS)]
+        names = [f"a{number}" for number in range(self._num_adapters)]
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "presence_penalty": 0.5}
         yield "base", self._mixed([None])
         yield "8 adapters", self._mixed(names[:8])

@@ -91,7 +91,9 @@ def _over_tiles(
     return best, total, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["page_table", "query_starts", "context_lens", "query_blocks"]
+)
 def _prefill(
     q, layer_kv, page_table, query_starts, context_lens, query_blocks, sinks, out, scale, inner,
     window, table_row,

@@ -14,7 +14,7 @@ from torch import Tensor
 BLOCK = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _begin(
     known, token_rows, newest, page_tables, rows, tokens, tables, num_tokens, num_rows, max_rows,
     width, BLOCK: tl.constexpr,

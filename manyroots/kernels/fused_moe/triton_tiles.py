@@ -188,7 +188,7 @@ def _up(
     tl.store(to, activated(gate, up, KIND), mask=is_pair[:, None] & (n < n_size)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down(
     inner, down, bias, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, x_scales,
     w_scales, n_size, k_size, top_k, num_pairs, x_row, x_group, w_row, w_group,

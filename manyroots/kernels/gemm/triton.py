@@ -30,7 +30,13 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from manyroots.kernels.lora_ops.sites import RANK_STEP, LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.lora_ops.sites import (
+    RANK_STEP,
+    LinearSite,
+    LoraRows,
+    LoraTerm,
+    typical_blocks,
+)
 from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.scaled import SIDE_STEP, Int8Matrix, Matrix, ScaledMatrix
 from manyroots.kernels.triton_fp8_rows import in_fp8
@@ -326,7 +332,7 @@ def linear(
     operands = _operands(rows_in, weight)
     x = operands.x
     if tiling is None:
-        wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
+        wanted = 0 if site is None or rows is None else typical_blocks(num_rows) * site.width
         lora_tiles = triton.cdiv(wanted, BLOCK_N)
         if not isinstance(weight, ScaledMatrix):
             tiling = tiling_for(num_rows, n_size, k_size, lora_tiles)

@@ -30,6 +30,8 @@ DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
 """Most rows of one program: few, so that many programs share a decode step's work; or many, so that
 a prefill reads weights seldom."""
+TYPICAL_ADAPTERS = 8
+"""Adapters of a step whose products were measured."""
 MOST_SINGLE_ROWS = 32
 """Up to this many rows, a program of the fused kernels has one row. Shared weights are in the
 cache, and programs with several rows are large, so fewer fit on the chip at once."""
@@ -186,6 +188,13 @@ def block_rows_for(num_rows: int) -> int:
 def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
     """The most blocks of a step of `num_rows` with up to `max_slots` adapters."""
     return min(num_rows, max_slots + 1 + num_rows // block_rows)
+
+
+def typical_blocks(num_rows: int) -> int:
+    """Blocks of rows that products are cut for: those of `TYPICAL_ADAPTERS` in a step of about so
+    many rows. Not the step's own, so that the start compiles all that traffic launches."""
+    size = 1 << (num_rows - 1).bit_length()
+    return most_blocks(size, TYPICAL_ADAPTERS, block_rows_for(size))
 
 
 def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:

@@ -9,20 +9,27 @@ small, so that many of them wait for memory at once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import (
-    counters,
     launch_options,
     let_next_begin,
     prefetch,
     wait_for_inputs,
 )
 from manyroots.kernels.lora_ops.reference import prepare
-from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.lora_ops.sites import (
+    PREFILL_BLOCK_ROWS,
+    EmbeddingSite,
+    LinearSite,
+    LoraRows,
+    LoraTerm,
+)
 
 __all__ = ["add_embedding", "complete", "expand", "prepare", "shrink"]
 
@@ -36,10 +43,11 @@ WIDE_PROGRAMS = 2048
 """Programs for those products: enough to keep a GPU busy, few enough to exit at once."""
 LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
 """Inner dimension per iteration of a shrinking program; with few programs, iterations are long."""
-FEW_PROGRAMS = 100
-MAX_SHRINK_SPLITS = 4
-SHRINK_PROGRAMS = 300
-"""Most programs per 4096 of the inner dimension: more of them have too little to do."""
+FEW_ROWS = 512
+"""Up to this many rows, a shrink is cut into parts of the inner dimension."""
+SHRINK_PROGRAMS = 264
+"""Most programs of a shrink: two per multiprocessor of an H200. A graph has room for far more
+blocks of rows than most of its steps have, and programs without work cost time, too."""
 EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
 """Rows and columns of a product per adding program."""
 COMPLETED_COLUMNS = 128
@@ -173,101 +181,100 @@ NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
-    x, hidden, partial, counters, pool, table, scalings, blocks, num_blocks, num_rows, k_size,
-    width,
-    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, hidden, pool, table, scalings, blocks, num_blocks, num_rows, k_size, width,
+    NUM_PARTS: tl.constexpr, NUM_TILES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Shrink one part of the inner dimension for a block of rows; the last program adds up the
-    parts."""
+    """Shrink a block of rows by a tile of ranks, over one part of the inner dimension. A program
+    takes several of these in turn if there are more than programs."""
     let_next_begin(DEPENDENT)
-    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if block >= tl.load(num_blocks):
+    num_items = tl.load(num_blocks) * (NUM_TILES * NUM_SPLITS)
+    if tl.program_id(0) >= num_items:
+        # The next kernel waits only for this one.
+        wait_for_inputs(DEPENDENT)
         return
-    first = tl.load(blocks + 3 * block)
-    count = tl.load(blocks + 3 * block + 1)
-    slot = tl.load(blocks + 3 * block + 2)
-    if slot < 0:
-        return
-    row_table = table + slot * (2 + 3 * NUM_PARTS)
-    total = tl.load(row_table + 1).to(tl.int32)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tile * BLOCK_N >= total:
-        return
-    a = pool + tl.multiple_of(tl.load(row_table), 8)
     r = tl.arange(0, BLOCK_R)
-    row = first + r
     k = tl.arange(0, BLOCK_K)
-    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS)
-    last = tl.minimum(k_size, (split + 1) * steps * BLOCK_K)
-    x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
-    a_at = a + n[:, None].to(tl.int64) * k_size + k[None, :]
-    scale = scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
-    wait_for_inputs(DEPENDENT)
-    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for at in range(split * steps * BLOCK_K, last, BLOCK_K):
-        row_mask, rank_mask = (r < count)[:, None], (n < total)[:, None]
-        if not EVEN_K:
-            inside = k[None, :] < last - at
-            row_mask, rank_mask = row_mask & inside, rank_mask & inside
-        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
-        weight = tl.load(a_at + at, mask=rank_mask, other=0.0)
-        acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
-    ok = (r < count)[:, None] & (n < total)[None, :]
-    at = row[:, None] * width + n[None, :]
-    if NUM_SPLITS == 1:
-        tl.store(hidden + at, acc * scale, mask=ok)
-    else:
-        size = num_rows.to(tl.int64) * width
-        tl.store(partial + split * size + at, acc, mask=ok)
-        # Store all results of this program, then count: the program that counts last sees all
-        # results.
-        tl.debug_barrier()
-        counter = counters + block * tl.num_programs(1) + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
-            tl.store(counter, 0)
-            sums = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for other in tl.static_range(NUM_SPLITS):
-                sums += tl.load(
-                    partial + other * size + at, mask=ok, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(hidden + at, sums * scale, mask=ok)
+    per_split = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS) * BLOCK_K
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        split = item % NUM_SPLITS
+        tile = item // NUM_SPLITS % NUM_TILES
+        block = item // (NUM_SPLITS * NUM_TILES)
+        first = tl.load(blocks + 3 * block)
+        count = tl.load(blocks + 3 * block + 1)
+        slot = tl.load(blocks + 3 * block + 2)
+        row_table = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
+        total = tl.where(slot >= 0, tl.load(row_table + 1).to(tl.int32), 0)
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        a = pool + tl.multiple_of(tl.load(row_table), 8)
+        row = first + r
+        begin = split * per_split
+        last = tl.minimum(k_size, begin + per_split)
+        # Rows of the base model, and tiles beyond this adapter's ranks, multiply nothing.
+        last = tl.where(tile * BLOCK_N < total, last, begin)
+        x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
+        a_at = a + n[:, None].to(tl.int64) * k_size + k[None, :]
+        scale = scale_of(scalings, table, tl.maximum(slot, 0), n, NUM_PARTS)[None, :]
+        wait_for_inputs(DEPENDENT)
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for at in range(begin, last, BLOCK_K):
+            row_mask, rank_mask = (r < count)[:, None], (n < total)[:, None]
+            if not EVEN_K:
+                inside = k[None, :] < last - at
+                row_mask, rank_mask = row_mask & inside, rank_mask & inside
+            xs = tl.load(x_at + at, mask=row_mask, other=0.0)
+            weight = tl.load(a_at + at, mask=rank_mask, other=0.0)
+            acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+        ok = (r < count)[:, None] & (n < total)[None, :]
+        to = hidden + (split * num_rows + row[:, None]).to(tl.int64) * width + n[None, :]
+        tl.store(to, acc * scale, mask=ok)
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkTiling:
+    """How a shrink is cut. It depends on the number of rows alone and not on the step's adapters,
+    so that traffic needs no other kernels than those that the start compiles."""
+
+    num_splits: int
+    """Parts of the inner dimension, which the next kernel adds up."""
+    step_bytes: int
+    """Inner dimension of an iteration."""
+    num_stages: int
+    block_rows: int = PREFILL_BLOCK_ROWS
+    """Most rows of a block."""
+
+
+FEW = ShrinkTiling(4, LONG_STEP_BYTES, 3)
+MANY = ShrinkTiling(1, SHORT_STEP_BYTES, 4)
+
+
+def _shrink_tiling(num_rows: int) -> ShrinkTiling:
+    """A batch has few blocks of rows: splits fill the chip. Many rows fill it without."""
+    return FEW if num_rows <= FEW_ROWS else MANY
 
 
 def shrink(
-    x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int | None = None
+    x: Tensor, site: LinearSite, rows: LoraRows, *, tiling: ShrinkTiling | None = None
 ) -> LoraTerm:
-    """scaling * x A^T of each row's own adapter. `num_splits`: parts of the inner dimension; None
-    for as many as fill the chip."""
+    """scaling * x A^T of each row's own adapter."""
     num_rows, k_size = x.shape
-    hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
+    cut = tiling or _shrink_tiling(num_rows)
+    splits, step = cut.num_splits, cut.step_bytes // x.itemsize
+    # A single sum is as precise as its factors; partial sums must not be rounded.
+    kept = site.pool.dtype if splits == 1 else torch.float32
+    hidden = torch.empty(splits, num_rows, site.width, dtype=kept, device=x.device)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
     num_tiles = triton.cdiv(site.width, block_n)
-    num_programs = rows.max_blocks * num_tiles
-    is_few = num_programs <= FEW_PROGRAMS
-    step = (LONG_STEP_BYTES if is_few else SHORT_STEP_BYTES) // x.itemsize
-    splits = num_splits or _num_splits(num_programs, k_size, step)
-    partial = hidden
-    if splits > 1:
-        partial = torch.empty(splits, num_rows, site.width, dtype=torch.float32, device=x.device)
-    _shrink[(rows.max_blocks, num_tiles, splits)](
-        x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings,
-        rows.blocks, rows.num_blocks, num_rows, k_size, site.width,
-        NUM_PARTS=site.num_parts, NUM_SPLITS=splits, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=step,
-        EVEN_K=k_size % step == 0, num_warps=4, num_stages=3 if is_few else 4,
-        **launch_options(x.device),
+    num_programs = min(SHRINK_PROGRAMS, rows.max_blocks * num_tiles * splits)
+    _shrink[(num_programs,)](
+        x, hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks, num_rows,
+        k_size, site.width,
+        NUM_PARTS=site.num_parts, NUM_TILES=num_tiles, NUM_SPLITS=splits,
+        BLOCK_R=cut.block_rows, BLOCK_N=block_n, BLOCK_K=step, EVEN_K=k_size % step == 0,
+        num_warps=4, num_stages=cut.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return LoraTerm(hidden, site, rows)
-
-
-def _num_splits(num_programs: int, k_size: int, step: int) -> int:
-    """Number of splits. The inner dimension is long, and a batch has few blocks of rows: enough
-    splits to fill the chip, but programs keep enough work."""
-    most = max(num_programs, SHRINK_PROGRAMS * k_size // 4096)
-    splits = MAX_SHRINK_SPLITS
-    while splits > 1 and (splits * num_programs > most or 2 * splits * step > k_size):
-        splits //= 2
-    return splits
 
 
 @triton.jit

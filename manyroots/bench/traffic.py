@@ -28,12 +28,19 @@ from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import percentile, spread
-from manyroots.bench.step_profile import PROFILED_STEPS, WatchedRunner, show, steps_by_kind
+from manyroots.bench.step_profile import (
+    PROFILED_STEPS,
+    WatchedRunner,
+    WatchedStep,
+    show,
+    steps_by_kind,
+)
 from manyroots.bench.traffic_cases import TrafficCase, adapter_name
 from manyroots.bench.words import PROJECTIONS
 from manyroots.config import EVERY_MODULE, engine_settings
 from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.models.source import resolve_source
+from manyroots.process.progress import told_to
 from manyroots.step import Runner
 
 MARGIN_TOKENS = 16
@@ -53,6 +60,8 @@ class TrafficRuns:
     profile: bool = False
     num_layers: int | None = None
     """At most so many of the `model_config`'s; None: all."""
+    one_engine: bool = False
+    """Whether all cases run on one engine, which knows the adapters of the case that has most."""
 
 
 def run_traffic(
@@ -78,13 +87,16 @@ def run_traffic(
             own = {"model": str(model), "load_format": "dummy"}
         groups: list[tuple[dict[str, Any], list[TrafficCase]]] = []
         for case in cases:
-            settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}
-            settings = {**_adapters(case, settings, folder), **settings}
-            alike = next((members for other, members in groups if other == settings), None)
-            if alike is None:
+            alike = cases if runs.one_engine else [case]
+            most = max(other.max_len for other in alike) + MARGIN_TOKENS
+            settings = {**DEFAULTS, "max_model_len": most, **own, **engine}
+            largest = max(alike, key=lambda other: other.num_adapters)
+            settings = {**_adapters(largest, settings, folder), **settings}
+            members = next((found for other, found in groups if other == settings), None)
+            if members is None:
                 groups.append((settings, [case]))
             else:
-                alike.append(case)
+                members.append(case)
         for settings, members in groups:
             report["cases"].extend(_measured(settings, members, runs))
     return report
@@ -94,10 +106,9 @@ def _measured(
     settings: dict[str, Any], cases: list[TrafficCase], runs: TrafficRuns
 ) -> list[dict[str, Any]]:
     """Of cases on one engine, which is released when this returns."""
-    with _engine(settings) as (engine, watched, start_s):
-        return [
-            {"start_s": start_s, **_Case(case, runs, engine, watched).measure()} for case in cases
-        ]
+    with _engine(settings) as (engine, watched, start):
+        _say(f"engine start {start['start_s']} s: {start['start_stages_s']}")
+        return [{**start, **_Case(case, runs, engine, watched).measure()} for case in cases]
 
 
 def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[str, Any]:
@@ -130,7 +141,9 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[s
 
 
 @contextmanager
-def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, WatchedRunner, float]]:
+def _engine(
+    settings: dict[str, Any],
+) -> Iterator[tuple[Engine, WatchedRunner, dict[str, Any]]]:
     # What the last engine had must be free before this one asks how much memory is left.
     free_memory()
     began = time.perf_counter()
@@ -140,9 +153,14 @@ def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, WatchedRunner, f
         watched.append(WatchedRunner(runner))
         return watched[0]
 
-    engine = build_engine(engine_settings(settings), watch)
+    with told_to(lambda _: None) as stages:
+        engine = build_engine(engine_settings(settings), watch)
+    start = {
+        "start_s": round(time.perf_counter() - began, 2),
+        "start_stages_s": {name: round(taken, 2) for name, taken in stages.items()},
+    }
     try:
-        yield engine, watched[0], round(time.perf_counter() - began, 2)
+        yield engine, watched[0], start
     finally:
         engine.loop.close()
 
@@ -159,6 +177,10 @@ class _Case:
     ) -> None:
         self._case, self._runs, self._engine, self._watched = case, runs, engine, watched
         self._num_looked_up = self._num_hit = 0
+        self._waited_for: list[dict[str, int]] = []
+        """Kernels that were compiled and graphs that were captured during each run."""
+        self._steps: list[list[WatchedStep]] = []
+        """Of each run."""
 
     def measure(self) -> dict[str, Any]:
         case, has_base = self._case, self._runs.with_base and self._case.num_adapters > 0
@@ -170,7 +192,10 @@ class _Case:
             lines[kind].append(self._run(with_adapters=kind))
         figures = {"case": case.name, "workload": case.described(), **_figures(lines[True])}
         figures["hit_rate"] = round(self._num_hit / max(1, self._num_looked_up), 4)
+        figures["made_in_runs"] = self._waited_for
+        figures["steps"] = [steps_by_kind(steps) for steps in self._steps]
         _show(case.name, figures)
+        _say(f"{'':>26}  runs {figures['run_seconds']} s, made in them {self._waited_for}")
         if self._runs.profile:
             figures["profile"] = self._profile()
         if has_base:
@@ -178,6 +203,7 @@ class _Case:
             _show("the same without adapters", figures["base"])
             share = figures["base"]["seconds"]["median"] / figures["seconds"]["median"]
             figures["share_of_base"] = round(share, 3)
+            _say(f"{'':>26}  {share:.3f} of base; {_shares(figures)} run by run")
         if self._runs.load is not None:
             figures["poisson"] = {
                 "with adapters" if kind and case.num_adapters else "base": self._under_load(
@@ -201,20 +227,25 @@ class _Case:
 
     def _profile(self) -> dict[str, Any]:
         """Of the steps of one run; on a GPU of another one's kernels, which are slower to note."""
-        self._watched.watch(range(0))
         self._run(with_adapters=True)
         kinds = steps_by_kind(self._watched.steps)
         kernels: list[dict[str, Any]] = []
         middle = len(self._watched.steps) // 2
         if torch.cuda.is_available():
-            self._watched.watch(range(middle, middle + PROFILED_STEPS))
-            self._run(with_adapters=True)
+            self._run(with_adapters=True, profiled=range(middle, middle + PROFILED_STEPS))
             if self._watched.kernels is not None:
                 kernels = KernelTimes().per_step(self._watched.kernels, PROFILED_STEPS)
         show(self._case.name, kinds, kernels)
         return {"steps": kinds, "kernels_per_step": kernels}
 
-    def _run(self, *, with_adapters: bool, due_s: list[float] | None = None) -> Timeline:
+    def _run(
+        self,
+        *,
+        with_adapters: bool,
+        due_s: list[float] | None = None,
+        profiled: range = range(0),
+    ) -> Timeline:
+        self._watched.watch(profiled)
         vocab_size = self._engine.info.vocab_size
         submits = self._case.submits(
             vocab_size, next(self._salts), self._ids, with_adapters=with_adapters
@@ -224,6 +255,10 @@ class _Case:
         after = self._engine.loop.stats()
         self._num_looked_up += after.total_lookup_tokens - before.total_lookup_tokens
         self._num_hit += after.total_hit_tokens - before.total_hit_tokens
+        self._waited_for.append(
+            {kind: count - before.first_runs[kind] for kind, count in after.first_runs.items()}
+        )
+        self._steps.append(self._watched.steps)
         return line
 
 
@@ -235,6 +270,12 @@ def _figures(lines: list[Timeline]) -> dict[str, Any]:
         "output_tokens_per_s": spread([line.num_tokens / line.seconds for line in lines], 1),
         **_latencies(lines),
     }
+
+
+def _shares(figures: dict[str, Any]) -> list[float]:
+    """The base's median seconds of each run's."""
+    base = figures["base"]["seconds"]["median"]
+    return [round(base / seconds, 3) for seconds in figures["run_seconds"]]
 
 
 def _latencies(lines: list[Timeline]) -> dict[str, Any]:

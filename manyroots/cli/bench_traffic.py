@@ -63,6 +63,11 @@ def add_traffic(kinds: Any) -> None:
         "--profile", action="store_true",
         help="also print time by kind of step and, on a GPU, by kernel",
     )  # fmt: skip
+    group.add_argument(
+        "--one-engine", action="store_true",
+        help="run all cases on one engine, with the adapters of the case that has most of them; "
+        "cases must not differ in their adapters' ranks and projections",
+    )  # fmt: skip
 
 
 def _traffic(values: dict[str, Any]) -> Report:
@@ -81,6 +86,11 @@ def _traffic(values: dict[str, Any]) -> Report:
     if values["load"] is not None:
         _check_share("load", values["load"])
     cases = [CASES[name].shrunk(values["requests"], values["lengths"]) for name in names]
+    sorts = {(case.ranks, case.projections) for case in cases if case.num_adapters}
+    if values["one_engine"] and len(sorts) > 1:
+        raise ConfigError(
+            "--one-engine has cases whose adapters differ in ranks or projections; run them apart."
+        )
 
     from manyroots.bench.traffic import TrafficRuns, run_traffic
 
@@ -91,6 +101,7 @@ def _traffic(values: dict[str, Any]) -> Report:
         warm_ups=values["warm_ups"],
         profile=values["profile"],
         num_layers=values["layers"],
+        one_engine=values["one_engine"],
     )
     return run_traffic(cases, runs, values["model_config"], engine_values(values))
 

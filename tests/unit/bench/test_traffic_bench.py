@@ -224,3 +224,19 @@ def test_b02_an_engine_is_gone_before_the_next_one_asks_for_memory(
     main([*SMALL, *cases, "--requests", "4", "--repeats", "1", "--warm-ups", "0"])
     first, second = alive
     assert second <= first
+
+
+def test_b02_cases_of_one_engine_share_its_start_and_the_most_adapters(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    cases = ("--case", "adapters-8", "--case", "mixed-greedy", "--case", "adapters-16")
+    arguments = ("--warm-ups", "0", "--repeats", "1", "--one-engine", "--json", str(report))
+    assert main([*SMALL, *cases, *arguments]) == 0
+    found = json.loads(report.read_text())["cases"]
+    assert [case["case"] for case in found] == ["adapters-8", "mixed-greedy", "adapters-16"]
+    assert len({case["start_s"] for case in found}) == 1
+    assert all(case["start_stages_s"]["model files"] >= 0 for case in found)
+    for case in found:
+        assert case["made_in_runs"] == [{"kernel": 0, "graph": 0}]
+        [steps] = case["steps"]
+        assert sum(kind["total_tokens"] for kind in steps) > 0
+    assert main([*SMALL, *cases, "--case", "adapters-200", "--one-engine"]) == 2

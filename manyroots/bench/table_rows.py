@@ -206,7 +206,8 @@ RUNS: tuple[TableRun, ...] = (
         TableRow("200 adapters, warm, of base", 0.95, share_of_time("adapters-200"), True),
     ),
     _traffic(
-        "adapters-16", "--case adapters-16 --case adapters-8 --max-loras 8 --warm-ups 1",
+        "adapters-16",
+        "--one-engine --case adapters-16 --case adapters-8 --max-loras 8 --warm-ups 1",
         TableRow(
             "16 adapters in 8 slots, p50 of first token, of 8's", 2.0,
             first_token_beside("adapters-16", "adapters-8"),

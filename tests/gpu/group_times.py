@@ -355,18 +355,15 @@ def cases() -> list[Case]:
             ),
         ]
     found.append(Index("index by ranks", {}, by_counts=False))
-    for rows, warps, stages, counted, count_warps in (
-        (256, 8, 2, 1024, 4), (256, 8, 2, 2048, 4), (256, 8, 3, 512, 4), (256, 8, 2, 512, 2),
-        (128, 4, 2, 1024, 1),
+    for counted, warps, bits in (
+        (1024, 4, 8), (1024, 4, 7), (1024, 4, 6), (1024, 4, 5), (512, 2, 6), (2048, 8, 6),
     ):  # fmt: skip
         settings = {
-            (triton_index, "ROWS_OF_BLOCK"): rows,
-            (triton_index, "BLOCK_WARPS"): warps,
-            (triton_index, "BLOCK_STAGES"): stages,
             (triton_index, "COUNTED"): counted,
-            (triton_index, "COUNT_WARPS"): count_warps,
+            (triton_index, "COUNT_WARPS"): warps,
+            (triton_index, "BITS"): bits,
         }
-        name = f"index {rows} rows {warps} warps {stages} stages, {counted} by {count_warps}"
+        name = f"index, {counted} by {warps}, {bits} bits"
         found.append(Index(name, settings))
     found += [Rest("rest"), Rest("rest, 8 heads", {(triton_rows, "HEADS"): 8})]
     found.append(Streams("streams, tf32x3", {(hyper, "MANY"): 1 << 30}))

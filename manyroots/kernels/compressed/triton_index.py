@@ -36,7 +36,8 @@ QUERIES, ROWS_OF_BLOCK = 64, 256
 BLOCK_WARPS, BLOCK_STAGES = 8, 2
 COUNTED, COUNT_WARPS = 1024, 4
 """Scores that a program counts at once."""
-BINS = 256
+BITS = 8
+"""Of a score that a pass looks at."""
 NONE = tl.constexpr((1 << 63) - 1)
 
 
@@ -120,10 +121,33 @@ def _score_blocks(
 
 
 @triton.jit
+def _find_bin(
+    scores, count, known, wanted, UNKNOWN: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the next bits to the `known` ones of the least score that is chosen. `wanted` is how many
+    scores with these bits are chosen, before and after."""
+    n, bins = tl.arange(0, BLOCK), tl.arange(0, 1 << BITS)
+    found = tl.zeros((1 << BITS,), tl.int32)
+    for begin in range(0, count, BLOCK):
+        ok = begin + n < count
+        value = tl.load(scores + begin + n, mask=ok, other=0) ^ -0x80000000
+        value = value.to(tl.uint32, bitcast=True)
+        if UNKNOWN < 32:
+            ok = ok & ((value >> UNKNOWN) == known)
+        bits = (value >> (UNKNOWN - BITS)) & ((1 << BITS) - 1)
+        found += tl.histogram(bits.to(tl.int32), 1 << BITS, mask=ok)
+    # In this bin or a higher one.
+    upto = tl.cumsum(found, axis=0, reverse=True)
+    its_bin = tl.sum((upto >= wanted).to(tl.int32), axis=0) - 1
+    wanted -= tl.sum(tl.where(bins == its_bin, upto - found, 0), axis=0)
+    return (known << BITS) | its_bin.to(tl.uint32), wanted
+
+
+@triton.jit
 def _choose(
     scores, counts, chosen, first, num_rows, chosen_row,
-    CHOSEN: tl.constexpr, CHOSEN_POW: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CHOSEN: tl.constexpr, CHOSEN_POW: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The rows of a query's `CHOSEN` greatest scores, in order; of equal scores the first."""
     let_next_begin(DEPENDENT)
@@ -136,23 +160,15 @@ def _choose(
         tl.store(to + k, tl.where(k < count, k, -1).to(tl.int64), mask=k < CHOSEN)
         return
     own = scores + query * num_rows
-    n, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
-    known = tl.full((), 0, tl.int32)
+    n = tl.arange(0, BLOCK)
+    known = tl.full((), 0, tl.uint32)
     wanted = tl.full((), CHOSEN, tl.int32)
-    for step in tl.static_range(4):
-        found = tl.zeros((BINS,), tl.int32)
-        for begin in range(0, count, BLOCK):
-            ok = begin + n < count
-            value = tl.load(own + begin + n, mask=ok, other=0) ^ -0x80000000
-            if step > 0:
-                ok = ok & ((value >> (32 - 8 * step)) & ((1 << (8 * step)) - 1) == known)
-            found += tl.histogram((value >> (24 - 8 * step)) & 255, BINS, mask=ok)
-        # In this bin or a higher one.
-        upto = tl.cumsum(found, axis=0, reverse=True)
-        its_bin = tl.sum((upto >= wanted).to(tl.int32), axis=0) - 1
-        wanted -= tl.sum(tl.where(bins == its_bin, upto - found, 0), axis=0)
-        known = (known << 8) | its_bin
-    least = known ^ -0x80000000
+    for step in tl.static_range(PASSES):
+        known, wanted = _find_bin(
+            own, count, known, wanted, 32 - BITS * step,
+            BITS if BITS * (step + 1) <= 32 else 32 - BITS * step, BLOCK,
+        )  # fmt: skip
+    least = known.to(tl.int32, bitcast=True) ^ -0x80000000
     equals, taken = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     for begin in range(0, count, BLOCK):
         ok = begin + n < count
@@ -222,6 +238,6 @@ def _by_counts(q: Tensor, weights: Tensor, pages: Tensor, step: RowsStep, chosen
         )  # fmt: skip
         _choose[(count,)](
             scores, counts, chosen, first, most, chosen.stride(0), CHOSEN=chosen.shape[1],
-            CHOSEN_POW=padded(chosen.shape[1]), BINS=BINS, BLOCK=min(COUNTED, padded(most)),
-            num_warps=COUNT_WARPS, **options,
+            CHOSEN_POW=padded(chosen.shape[1]), BITS=BITS, PASSES=-(-32 // BITS),
+            BLOCK=min(COUNTED, padded(most)), num_warps=COUNT_WARPS, **options,
         )  # fmt: skip

@@ -94,9 +94,9 @@ def rows_step(group: int, prompts: PromptLens | None, decodes: list[int]) -> Row
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("num_chosen", [1, 9, 100])
-@pytest.mark.parametrize("max_ranks", [1, 1 << 26])
+@pytest.mark.parametrize(("max_ranks", "bits"), [(1, 8), (1 << 26, 6)])
 def test_f10_queries_choose_what_they_choose_in_the_reference(
-    max_ranks: int, num_chosen: int, group: int, dtype: torch.dtype,
+    max_ranks: int, bits: int, num_chosen: int, group: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """F10: decodes and prompts of one step, among rows of tokens and of groups. Of equal scores,
@@ -104,6 +104,7 @@ def test_f10_queries_choose_what_they_choose_in_the_reference(
     monkeypatch.setattr(triton_index, "MAX_RANKS", max_ranks)
     monkeypatch.setattr(triton_index, "MAX_SCORES", 7 * max_ranks)
     monkeypatch.setattr(triton_index, "COUNTED", 16)
+    monkeypatch.setattr(triton_index, "BITS", bits)
     monkeypatch.setattr(triton_index, "QUERIES", 2)
     monkeypatch.setattr(triton_index, "ROWS", 32)
     monkeypatch.setattr(triton_index, "ROWS_OF_BLOCK", 32)

@@ -44,7 +44,7 @@ from tests.gpu.latent_times import GPU, Without, microseconds, off, randn
 HEADS, DIM, INDEX_DIM, WINDOW, NUM_CHOSEN, PAGE = 64, 512, 128, 128, 512, 128
 STREAMS, HIDDEN = 4, 4096
 QUERIES, CONTEXT = 8192, 20_443
-RAGGED = ([300, 1, 129], [5, 130, 700, 1], [5, 500, 700, 257])
+RAGGED = ([300, 1, 129, 0], [5, 130, 700, 1], [5, 500, 700, 257])
 """Tokens of sequences that decode; queries of prompts, and tokens of theirs."""
 ALLOWED = 1e-2
 """Of the norm of the right numbers."""

@@ -92,7 +92,7 @@ def _rows(
     if GROUP:
         if tile < key_tiles:
             t = first + t
-            page = gl.load(table + seq * table_row + t // PAGE_SIZE).to(gl.int64)
+            page = gl.maximum(gl.load(table + seq * table_row + t // PAGE_SIZE), 0).to(gl.int64)
             rows = pages + page * page_stride + (t % PAGE_SIZE).to(gl.int64) * row_stride
         else:
             pages, table, table_row, page_stride, row_stride = others
@@ -104,7 +104,7 @@ def _rows(
             rows = pages + page * page_stride + (n % of_page).to(gl.int64) * row_stride
     else:
         t = first + t
-        page = gl.load(table + seq * table_row + t // PAGE_SIZE).to(gl.int64)
+        page = gl.maximum(gl.load(table + seq * table_row + t // PAGE_SIZE), 0).to(gl.int64)
         rows = pages + page * page_stride + (t % PAGE_SIZE).to(gl.int64) * row_stride
     return rows
 
@@ -260,8 +260,11 @@ def _attend(
         mbarrier.arrive(empty.index(stage))
         row = (item * HEADS + h).to(gl.int64) * (2 * HALF)
         to = out + row[:, None] + d[None, :]
-        gl.store(to, (left * factor).to(out.dtype.element_ty))
-        gl.store(to + HALF, (right * factor).to(out.dtype.element_ty))
+        # A query that is only padding sees nothing, and what lies there may be no numbers.
+        left = gl.where(found[3] > 0, left * factor, 0.0)
+        right = gl.where(found[3] > 0, right * factor, 0.0)
+        gl.store(to, left.to(out.dtype.element_ty))
+        gl.store(to + HALF, right.to(out.dtype.element_ty))
         asked += 1
         item += gl.num_programs(0)
 

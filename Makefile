@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_FLAGS := --quiet --disable-pip-version-check --retries 10 --timeout 60
 
-.PHONY: serve test quick faults coverage check lint types architecture files prose generated docs bench clean
+.PHONY: serve test quick nightly faults coverage check lint types architecture files prose generated docs bench clean
 
 # One file a subject: cache, scheduler, a real engine with adapters, the HTTP routes, the docs.
 QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test_namespaces.py \
@@ -25,14 +25,19 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m tests.helpers.machine
 	$(MAKE) --jobs=2 check
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 30 \
-		--ignore tests/architecture $(NO_FAULTS) $(ARGS)
+		--ignore tests/architecture -m 'not nightly' $(ARGS)
 
 # For the loop of editing and looking: lint, types and the tests that matter most.
 quick: lint types
 	$(BIN)/python -m pytest -q -n auto --dist loadfile --durations 5 $(QUICK) $(ARGS)
 
+# The tests that `make test` leaves out: they take long, and say more of what others show.
+nightly: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations 30 \
+		-m nightly $(ARGS)
+
 # Plants each fault of tests/helpers/mutations.py, which tests the tests. `make test` plants a few.
-NO_FAULTS := --ignore-glob '*/test_mutations*'
+# A part of `make nightly`.
 faults: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q tests/property/test_mutations.py $(ARGS)
 
@@ -40,7 +45,7 @@ faults: $(VENV)/.installed-test
 coverage: $(VENV)/.installed-test
 	$(BIN)/python -m coverage erase
 	-$(BIN)/python -m coverage run -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
-		$(NO_FAULTS) $(ARGS)
+		-m 'not nightly' $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage json --quiet -o - | $(BIN)/python -m tools.coverage_by_room
 

@@ -121,10 +121,10 @@ def test_n01_n11_n20_n21_the_kit_finds_nothing_in_the_real_server(server: LeakyS
     assert len(report["rows"]) == 46
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_n21_the_real_servers_times_tell_nothing(server: LeakyServer) -> None:
     """N21: on a machine that is too busy the kit says so, and accuses nothing."""
-    rows = server.run_times(250)["rows"]
+    rows = server.run_times(500)["rows"]
     assert [row["pair"] for row in rows] == ["all -> base", "salt one -> salt two"]
     assert "LEAK" not in {row["verdict"] for row in rows}
 
@@ -177,12 +177,20 @@ ROWS: dict[str, tuple[tuple[str, ...], dict[str, set[str]]]] = {
     "times": (("times",), {"times": {"salt one -> salt two"}}),
 }
 """Which checks to run for each leak, and the rows that must show it, and no other."""
+NIGHTLY = {"batch", "deep", "drafts", "reason", "times", "unicode"}
+"""These checks take longest."""
 BREAKS_BOOKS = "deep"
 """A leak after which two prefixes own one page: answers stay wrong, so it comes last."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leak", sorted(LEAKS, key=BREAKS_BOOKS.__eq__))
+@pytest.mark.parametrize(
+    "leak",
+    [
+        pytest.param(leak, marks=[pytest.mark.nightly] if leak in NIGHTLY else [])
+        for leak in sorted(LEAKS, key=BREAKS_BOOKS.__eq__)
+    ],
+)
 def test_n01_n04_n11_n20_n21_the_kit_finds_each_planted_leak(
     server: LeakyServer, leak: str
 ) -> None:

@@ -13,6 +13,8 @@ from tests.e2e.conftest import HEADERS, SETTINGS, Server, running
 from tests.e2e.gemma import BEYOND, NAME, WINDOW, judge, reference
 from tests.helpers.patience import PATIENCE_S
 
+pytestmark = pytest.mark.nightly
+
 NUM_NEW_TOKENS = 8
 SLICE = [
     "The capital of France is",

@@ -78,6 +78,7 @@ def test_m01_g08_actors_of_a_real_ray_serve_with_adapters(
     assert tokens(served.complete("few", PROMPT)) == tiny.greedy(PROMPT, "few", 8)
 
 
+@pytest.mark.nightly
 def test_m01_m03_g08_autoscaling_on_ray_goes_to_three_and_back_through_a_kill(
     served: AdapterServer, tiny: TinyAdapters
 ) -> None:

@@ -166,6 +166,7 @@ def test_m03_m04_requests_of_a_killed_replica_are_answered_or_end_with_a_clear_e
     assert got == [expected] * 12
 
 
+@pytest.mark.nightly
 def test_m01_m03_a_rolling_restart_renews_all_engines_and_fails_no_request(
     served: AdapterServer, tiny: TinyAdapters
 ) -> None:

@@ -22,7 +22,17 @@ from tests.e2e.conftest import Server, running
 from tests.helpers.patience import PATIENCE_S
 from tests.helpers.snippets import PAGES, ROOT, TUTORIALS, Snippet, snippets
 
-RUN = [snippet for page in PAGES for snippet in snippets(page) if snippet.mark == "<!-- run -->"]
+NIGHTLY = ("docs/tutorials/many-adapters.md", "docs/tutorials/train-an-adapter.md")
+RUN = [
+    pytest.param(
+        snippet,
+        id=f"{snippet.page}:{snippet.line}",
+        marks=[pytest.mark.nightly] if snippet.page in NIGHTLY else [],
+    )
+    for page in PAGES
+    for snippet in snippets(page)
+    if snippet.mark == "<!-- run -->"
+]
 ENVIRONMENT = os.environ | {
     "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     "OMP_NUM_THREADS": "1",
@@ -72,7 +82,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder
 
 
-@pytest.mark.parametrize("snippet", RUN, ids=lambda snippet: f"{snippet.page}:{snippet.line}")
+@pytest.mark.parametrize("snippet", RUN)
 def test_d01_a_block_of_the_docs_runs(
     snippet: Snippet, folders: Callable[[str], Path], request: pytest.FixtureRequest
 ) -> None:

@@ -69,8 +69,8 @@ def test_f05_tokens_from_checkpoints_are_cold_tokens_for_every_recurrent_mixer(m
 @pytest.mark.parametrize(
     ("mix", "tier"),
     [
-        ("five to one", "host"),
-        ("delta nets", "redis"),
+        pytest.param("five to one", "host", marks=pytest.mark.nightly),
+        pytest.param("delta nets", "redis", marks=pytest.mark.nightly),
         ("compressed groups", "files"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Every planted fault is noticed: the tests are worth something. `make faults` runs this file.
+"""Every planted fault is noticed: the tests are worth something. `make faults` and `make
+nightly` run this file.
 
 MANYROOTS_MUTATIONS=text plants only those whose name has the text, and then runs what noticed them
 without a fault, too. `make test` runs these tests anyway, and plants a few of the faults
@@ -14,6 +15,8 @@ import pytest
 from tests.helpers.mutations import MUTATIONS, Mutation
 from tests.helpers.plant import Ended, detected, is_of, planted
 
+pytestmark = pytest.mark.nightly
+
 TEXT = os.environ.get("MANYROOTS_MUTATIONS", "")
 NAMING = [m for m in MUTATIONS if TEXT in m.name and m.noticed_by]
 
@@ -23,7 +26,6 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return planted(tmp_path_factory.mktemp("copy"), TEXT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mutation", NAMING, ids=lambda mutation: mutation.breaks)
 def test_a_fault_is_noticed_by_the_tests_of_its_promise(mutation: Mutation, ended: Ended) -> None:
     """Of each of them a case fails with the fault."""
@@ -35,6 +37,5 @@ def test_a_fault_is_noticed_by_the_tests_of_its_promise(mutation: Mutation, ende
             assert {ended[None].get(case) for case in noticed} == {"passed"}, noticed
 
 
-@pytest.mark.slow
 def test_every_fault_of_the_decide_half_is_noticed() -> None:
     detected(TEXT)

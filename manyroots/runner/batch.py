@@ -13,7 +13,7 @@ import numpy as np
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.runner.inputs import Int64s, StepInputs
-from manyroots.step import Arrival, Bools, Int32s, Plan
+from manyroots.step import Arrival, Int32s, Plan
 
 
 class PersistentBatch:
@@ -169,17 +169,14 @@ class PersistentBatch:
         self.num_tokens[rows] = places + 1
         return places
 
-    def accept(self, rows: Int64s, counts: Int64s, tokens: Int32s, goes_back: Bools) -> None:
-        """A step checked guesses of these rows: so many of the `tokens`, row by row, follow the
-        known ones of each, and all but the last of them are computed. `goes_back`: or none, since
-        the row has the state from before the step again, and so its newest known token is not
-        computed either."""
-        known = self.num_tokens[rows]
-        ends = np.cumsum(counts)
-        places = np.arange(ends[-1]) + np.repeat(known - ends + counts, counts)
-        self.tokens[np.repeat(rows, counts), places] = tokens
-        self.num_tokens[rows] = known + counts
-        self._num_computed[rows] = np.where(goes_back, known - 1, known + counts - 1)
+    def accept(self, row: int, tokens: Int32s, *, goes_back: bool) -> None:
+        """A step checked a row's guesses: these tokens follow its known ones, and all but the last
+        of them are computed. `goes_back`: or none, since the row has the state from before the
+        step again, and so its newest known token is not computed either."""
+        known = int(self.num_tokens[row])
+        self.tokens[row, known : known + len(tokens)] = tokens
+        self.num_tokens[row] = known + len(tokens)
+        self._num_computed[row] = known - 1 if goes_back else known + len(tokens) - 1
 
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

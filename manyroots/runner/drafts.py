@@ -21,7 +21,7 @@ from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.in_flight import InFlight
 from manyroots.runner.inputs import StepInputs
 from manyroots.runner.sampling_state import SamplingState
-from manyroots.step import Bools, Int32s, Plan
+from manyroots.step import Int32s, Plan
 from manyroots.store.arena import UnitArena
 
 
@@ -115,31 +115,15 @@ class DraftRows:
         if self._unsettled is None:
             return
         check, self._unsettled = self._unsettled, None
-        drafts = check.drafts
-        rows = np.array([draft.row for draft in drafts], np.int64)
-        num_right = [check.num_right[Row(draft.row)] for draft in drafts]
-        taken = [
-            sample
-            for draft, count in zip(drafts, num_right, strict=True)
-            for sample in draft.samples[: count + 1]
-        ]
-        goes_back = np.zeros(len(drafts), np.bool_)
-        if self._states:
-            goes_back[:] = [c < len(d.tokens) for c, d in zip(num_right, drafts, strict=True)]
-            self._give_back(drafts, goes_back)
-        tokens, counts = check.step.tokens()[taken], np.array(num_right) + 1
-        self._batch.accept(rows, counts, tokens, goes_back)
-        ends = np.cumsum(counts).tolist()
-        self._state.count(
-            {
-                draft.row: tokens[end - count : end]
-                for draft, end, count in zip(drafts, ends, num_right, strict=True)
-            }
-        )
-
-    def _give_back(self, drafts: Sequence[CheckedDraft], goes_back: Bools) -> None:
-        """The states from before the step, to these rows."""
-        for place in np.flatnonzero(goes_back).tolist():
-            for family, arena in enumerate(self._states):
-                unit = self._units([drafts[place]], family)
-                arena.data.index_copy_(0, unit, self._saved[family][place : place + 1])
+        sampled, after_guesses = check.step.tokens(), {}
+        for place, draft in enumerate(check.drafts):
+            count = check.num_right[Row(draft.row)]
+            tokens = sampled[draft.samples[: count + 1]]
+            goes_back = bool(self._states) and count < len(draft.tokens)
+            if goes_back:
+                for family, arena in enumerate(self._states):
+                    unit = self._units([draft], family)
+                    arena.data.index_copy_(0, unit, self._saved[family][place : place + 1])
+            self._batch.accept(draft.row, tokens, goes_back=goes_back)
+            after_guesses[draft.row] = tokens[1:]
+        self._state.count(after_guesses)

@@ -829,8 +829,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runner/drafts.py",
-        "goes_back[:] = [c < len(d.tokens) for c, d in zip(num_right, drafts, strict=True)]",
-        "goes_back[:] = False",
+        "goes_back = bool(self._states) and count < len(draft.tokens)",
+        "goes_back = False",
         "a runner keeps the state of wrong guesses",
         (f"{DRAFTS}[convolutions]",),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,3 +52,22 @@ def test_a_form_has_all_but_the_values_of_tensors() -> None:
     loop: list[object] = []
     loop.append(loop)
     assert form_of(loop) == form_of(loop)
+
+
+def test_objects_of_libraries_are_compared_and_not_looked_into() -> None:
+    class Foreign:
+        """As a kernel of Triton: looking at its attributes fails."""
+
+        __module__ = "library.kernels"
+
+        def __iter__(self) -> object:
+            raise TypeError("not iterable")
+
+    kernel = Foreign()
+    assert form_of([kernel]) == form_of([kernel])
+    assert form_of([kernel]) != form_of([Foreign()])
+    array = np.zeros(3)  # has no hash
+    assert form_of([array]) == form_of([array])
+    assert form_of([array]) != form_of([np.zeros(3)])
+    assert form_of([torch.device("cpu")]) == form_of([torch.device("cpu")])
+    assert form_of([torch.float16]) != form_of([torch.bfloat16])

@@ -17,9 +17,7 @@ from manyroots.bench.routing import (
 from manyroots.routing.router import RoutingPolicy
 from tests.helpers.tiny_adapters import TinyAdapters
 
-WORKLOAD = RoutingWorkload(
-    system_tokens=(20, 100), question_tokens=(10, 50), page_size=4, num_conversations=60
-)
+WORKLOAD = RoutingWorkload(system_tokens=(20, 100), question_tokens=(10, 50), page_size=4)
 OURS, ROTATED = RoutingPolicy.EXPECTED_TTFT, RoutingPolicy.ROUND_ROBIN
 
 

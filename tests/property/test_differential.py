@@ -15,7 +15,7 @@ from tests.soaks.differential import (
 )
 from tests.unit.store.tiers import server_program
 
-NUM_TRACES = 2
+NUM_TRACES = 3
 NUM_RECURRENT_TRACES = 2
 NUM_LATENT_TRACES = 1
 NUM_COMPRESSED_TRACES = 1

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.gpu.launch_kinds import compare, difference
 
-at_start, only = compare("qwen3-8b", Path("."), num_requests=48)
+at_start, only = compare("qwen3-8b", Path("."), num_requests=24)
 assert len(at_start) > 60, len(at_start)
 print(*(f"{kind[0]}: {difference(kind, at_start)}" for kind in only), sep="\\n", end="")
 """

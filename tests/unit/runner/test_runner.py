@@ -326,8 +326,8 @@ def test_a_step_that_repeats_an_earlier_ones_layout_has_the_same_arrays(
     requests = [
         replace(
             submit(
-                number, [5, 6, 7 + number] * 3, max_tokens=45, temperature=0.8,
-                presence_penalty=0.4, logprobs=2, min_tokens=min_tokens,
+                number, [5, 6, 7 + number] * 3, max_tokens=45, temperature=0.3 + 0.3 * number,
+                presence_penalty=0.2 * number, logprobs=2, min_tokens=min_tokens,
             ),
             stop_ids=(96,),
         )

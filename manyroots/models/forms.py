@@ -16,9 +16,9 @@ from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from torch import Tensor
 
 ALIGNMENT_BYTES = 16
-_LOOKED_INTO = (__name__.split(".")[0], "tests")
-"""Packages whose objects have the form of their attributes. What other libraries keep in theirs, as
-Triton does in a kernel, is not ours to compare."""
+_PACKAGE = __name__.split(".")[0]
+"""Its objects, like dataclasses, have the form of their attributes. What other libraries keep in
+theirs, as Triton does in a kernel, is not ours to compare."""
 
 
 def form_of(thing: object) -> Hashable:
@@ -43,7 +43,7 @@ def _form(thing: object, seen: dict[int, int]) -> Hashable:
         return type(thing), frozenset(_form(part, dict(seen)) for part in thing)
     if isinstance(thing, (list, tuple)):
         return type(thing), _forms(thing, seen)
-    if is_dataclass(thing) or type(thing).__module__.split(".")[0] in _LOOKED_INTO:
+    if is_dataclass(thing) or type(thing).__module__.split(".")[0] == _PACKAGE:
         return type(thing), _forms(_attributes(thing), seen)
     return _of_a_library(thing)
 

@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from manyroots.kernels.row_sizes import row_size
 from manyroots.kernels.sampling.rows import Sampled
 from manyroots.process.progress import track
 from manyroots.runner.first_runs import FirstRuns
@@ -31,8 +32,6 @@ from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
 from manyroots.runner.step_arrays import NamedArrays
 
-_SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
-_SIZE_STEP = 32
 _RARE_IN_USE = 24
 """Graphs of rare kinds that room is left for."""
 CAPTURED_AT = 2
@@ -248,6 +247,4 @@ def graph_sizes(max_num_rows: int) -> tuple[int, ...]:
 
     Up to 64 rows a step's time hardly depends on their number; beyond, it grows.
     """
-    larger = range(_SMALL_SIZES[-1] + _SIZE_STEP, max_num_rows, _SIZE_STEP)
-    sizes = {*_SMALL_SIZES, *larger, max_num_rows}
-    return tuple(sorted(size for size in sizes if size <= max_num_rows))
+    return tuple(sorted({min(row_size(n), max_num_rows) for n in range(1, max_num_rows + 1)}))

@@ -26,6 +26,7 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
+from manyroots.kernels.row_sizes import row_size
 
 __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
@@ -42,8 +43,6 @@ MAX_SHARED_QUERIES = 64
 FEW_PROGRAMS = 256
 """With fewer rows times heads, a program is alone on its multiprocessor and must hide its own
 latency. With more, programs hide each other's latency, and more small programs fit."""
-ROW_STEPS, MANY_ROWS_STEP = ((1, 1), (2, 2), (4, 4), (48, 8), (64, 16)), 32
-"""Up to so many rows, numbers of rows that are cut differently are so far apart."""
 TWO_PARTS_FIT = 264
 """Up to this many rows times heads, a chip has room for two programs each that load three tiles
 ahead."""
@@ -254,7 +253,7 @@ def tiling_for(
     num_rows: int, kv_heads: int, head_dim: int, window: int, is_half: bool
 ) -> DecodeTiling:
     """The fastest sizes on an H200. `is_half`: queries and pages share a dtype of two bytes."""
-    count = _rounded(num_rows) * kv_heads
+    count = row_size(num_rows) * kv_heads
     wide = max(1, head_dim // 128)
     if FEW_PROGRAMS <= count <= TWO_PARTS_FIT and is_half and wide == 1:
         return DecodeTiling(_num_parts(2, window, BLOCK_T), BLOCK_T, 1, 4, pages_ahead=True)
@@ -263,12 +262,6 @@ def tiling_for(
     if count < FEW_PROGRAMS:
         return DecodeTiling(parts, BLOCK_T, 2 * wide, 2, pages_ahead=True)
     return DecodeTiling(parts, BLOCK_T, wide, 3, pages_ahead=False)
-
-
-def _rounded(num_rows: int) -> int:
-    """The next number of rows that graphs have: a step of another number needs no other kernel."""
-    step = next((step for most, step in ROW_STEPS if num_rows <= most), MANY_ROWS_STEP)
-    return -(-num_rows // step) * step
 
 
 def _num_parts(wanted: int, window: int, tokens: int) -> int:

@@ -132,9 +132,9 @@ class Publisher:
             return
         place = np.array([boundary - 1 - node.first])
         self._index.add(node, saved.family, place, np.array([saved.unit], np.intp))
-        if node.step_id != saved.step_id:
-            filled = self._filled.setdefault(saved.step_id, {})
-            filled[saved.family, saved.unit] = (node, boundary - 1)
+        # A node of the same step is not cut if the model has states alone: nothing else is in it.
+        filled = self._filled.setdefault(saved.step_id, {})
+        filled[saved.family, saved.unit] = (node, boundary - 1)
 
     def withdraw_checkpoint(self, lease: Lease, saved: Checkpoint) -> None:
         """An announced or pending state is not needed."""

@@ -226,6 +226,23 @@ def test_p03_p12_a_state_that_a_failed_step_put_behind_older_pages_is_taken_back
     assert (found.num_pages, found.walk.depth) == (0, 2)
 
 
+@pytest.mark.parametrize("ending", Ending)
+def test_p03_h05_a_failed_step_leaves_no_state_where_a_model_has_states_alone(
+    ending: Ending,
+) -> None:
+    """P03, H05: no page says that the path is the failed step's. The request was aborted, or has
+    lost its row, while the step ran."""
+    hand = CacheHarness(Capacity(recurrent(1), 8))
+    sequence = hand.claim(KEY, PROMPT[:5])
+    hand.plan(sequence)
+    assert hand.cache.lookup(KEY, ints(*PROMPT[:5])).num_pages, "the next step may restore it"
+    hand.end(sequence, ending)
+    hand.fail()
+    audit(hand.cache)
+    assert hand.cache.lookup(KEY, ints(*PROMPT[:5])).num_pages == 0
+    assert cached(hand) == [0]
+
+
 def test_h10_a_request_gets_by_with_one_copy_of_each_page_where_there_is_no_room_for_two() -> None:
     """H10: it holds the copy that the tree leads through beside its own; giving that one back, it
     is found by its own pages from its next one on. Else it could never use all the room alone."""

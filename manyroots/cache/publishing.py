@@ -220,12 +220,8 @@ class Publisher:
         False if the case is not so simple. If a family keeps every page, the lease's units keep the
         path unchanged."""
         leaf, first = lease.cursor, lease.num_published_pages
-        is_plain = self._has_spine and leaf.is_attached and leaf.end == first and not leaf.children
-        if (
-            not is_plain
-            or leaf.is_marked
-            or end > min(lease.num_allowed_pages, lease.key.run_end(first, end))
-        ):
+        is_plain = self._has_spine and leaf.is_attached and leaf.end == first and leaf.may_grow
+        if not is_plain or end > min(lease.num_allowed_pages, lease.key.run_end(first, end)):
             return False
         if leaf.owner != lease.key.at(first) or first * self._page_size < lease.num_prompt_tokens:
             return False

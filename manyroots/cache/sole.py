@@ -163,7 +163,7 @@ class SolePublisher(Publisher):
         if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
-        if lengthen and not cursor.children and cursor.owner == page[0]:
+        if lengthen and cursor.may_grow and cursor.owner == page[0]:
             self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, page, keys, units, step_id)

@@ -72,6 +72,7 @@ class Node:
         "first",
         "hashes",
         "is_attached",
+        "is_cut",
         "is_fork",
         "is_repeated",
         "keys",
@@ -106,6 +107,9 @@ class Node:
         """None for the root. A node that has left the tree keeps it, so that code with a reference
         finds the nearest node still in the tree."""
         self.is_attached = True
+        self.is_cut = False
+        """Whether its last pages were removed. It is not lengthened any more, so that a depth in it
+        never comes to mean another page: copies in progress and leases go by depths."""
         self.owner = owner
         """None only for the root."""
         self.first = first
@@ -154,6 +158,11 @@ class Node:
     @property
     def is_marked(self) -> bool:
         return self.mark is not None and not self.mark.is_over
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether pages may be added after its last one, rather than a node below it."""
+        return not self.children and not self.is_marked and not self.is_cut
 
     @property
     def namespace(self) -> Namespace | None:
@@ -271,8 +280,7 @@ class PrefixTree:
             run_end = key.run_end(depth, end)
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
             owner = key.at(depth)
-            is_open = not node.children and not node.is_marked
-            if lengthen and is_open and node.owner == owner:
+            if lengthen and node.may_grow and node.owner == owner:
                 units = [absent(run_end - depth) for _ in range(self._num_planes)]
                 self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
@@ -418,6 +426,7 @@ class PrefixTree:
         node.units = [units[:count].copy() for units in node.units]
         node.num_pages = count
         node.end = node.first + count
+        node.is_cut = True
         if node.prompt_end > node.end:
             node.prompt_end = 0
         if node.path_hold is not None and node.path_hold.depth > node.end:

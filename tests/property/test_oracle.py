@@ -72,6 +72,12 @@ def test_r02_a_state_may_be_evicted_and_saved_again_in_the_same_unit_by_one_step
     Walk.of(seed).run()
 
 
+def test_r02_a_page_that_arrives_after_its_place_was_taken_is_dropped() -> None:
+    """R02, T08: a window's page was copied to the host while the device lost it, and an output grew
+    in its place: the host then had the page under the tokens of the other."""
+    Walk.of(4874).run()
+
+
 def test_a_walk_means_the_same_every_time_and_is_told_as_code_that_replays_it() -> None:
     walk = Walk.of(7)
     assert walk == Walk.of(7)

@@ -6,6 +6,7 @@ import numpy as np
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
+from manyroots.cache.transfers import Spot
 from manyroots.cache.tree import PathHold, PrefixTree
 from manyroots.ids import AdapterDigest, Namespace, StepId
 from tests.helpers.seeded import Draw, for_seeds
@@ -109,3 +110,17 @@ def test_a_hold_stays_with_the_path_that_it_is_on() -> None:
     assert upper.path_hold is not None
     tree.cut(upper, 1)
     assert upper.path_hold is None
+
+
+def test_t08_a_depth_in_a_node_never_comes_to_mean_another_page() -> None:
+    """T08: a copy goes by the node and the depth of its page. Once the page is gone, an output
+    with other tokens there must not be taken for it."""
+    tree = PrefixTree(PAGE, 1)
+    insert(tree, BASE, [1, 1, 2, 2, 3, 3], 0, lengthen=False)
+    (node,) = tree.root.children.values()
+    copied = Spot(node, 2)
+    assert copied.find() is node
+    tree.cut(node, 2)
+    insert(tree, BASE, [1, 1, 2, 2, 7, 7], 0, lengthen=True)
+    assert match(tree, BASE, [1, 1, 2, 2, 7, 7]) == [0, 1, 2]
+    assert copied.find() is None

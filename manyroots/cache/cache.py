@@ -132,7 +132,7 @@ class PrefixCache:
         self.prefetcher = Prefetcher(
             self.index, self.evictors, self.publisher, self.keeper, hasher, self.transfers.next_id
         )
-        self._onboarding = Onboarding(self.index, self._allocator, self.transfers)
+        self._onboarding = Onboarding(self.index, self._allocator, self.transfers, self._states)
         self.loans = Loans(self.index, self.evictors, self.costs)
         self.open_leases: dict[int, Lease] = {}
         self._is_sole = layout.is_sole

@@ -12,6 +12,7 @@ from manyroots.cache.eviction import Allocator
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Refusal
+from manyroots.cache.states import States
 from manyroots.cache.transfers import Spot, UnitTransfers
 from manyroots.ids import CopyId
 
@@ -19,11 +20,14 @@ from manyroots.ids import CopyId
 class Onboarding:
     """Starts copies from the host to the device, once for each unit."""
 
-    def __init__(self, index: Index, allocator: Allocator, transfers: UnitTransfers) -> None:
+    def __init__(
+        self, index: Index, allocator: Allocator, transfers: UnitTransfers, states: States
+    ) -> None:
         self._layout = index.layout
         self._pools = index.pools
         self._allocator = allocator
         self._transfers = transfers
+        self._states = states
 
     def may_overlap(self, lease: Lease) -> bool:
         """Whether a step could read what a lease found on the host while it arrives. Only pages,
@@ -45,7 +49,7 @@ class Onboarding:
                 coming.append((family, page, unit))
             else:
                 missing.setdefault(family, []).append((page, unit))
-        if any(len(found) > self._pools[f].num_available for f, found in missing.items()):
+        if any(len(found) > self._num_obtainable(f) for f, found in missing.items()):
             return Refusal.NO_ROOM
         self._share(lease, coming)
         for family, found in missing.items():
@@ -55,6 +59,11 @@ class Onboarding:
             lease.num_published_pages = min(lease.num_published_pages, first)
         lease.onboarding = ()
         return None
+
+    def _num_obtainable(self, family: int) -> int:
+        """Units that `_load` can have, counted as `Growth.can_reach` does: a request that is told
+        that it has room, and is refused here, would wait for ever (L04)."""
+        return self._pools[family].num_available + self._states.num_passed(family)
 
     def _share(self, lease: Lease, coming: list[tuple[int, int, int]]) -> None:
         """Also hold units that other leases' copies fill, and wait for these copies."""
@@ -74,6 +83,7 @@ class Onboarding:
     ) -> None:
         plane = self._layout.device[family]
         host = self._layout.host_of(plane)
+        self._states.make_room(family)
         taken = self._allocator.allocate(family, len(found))
         sources = np.array([unit for _, unit in found], np.intp)
         spots = tuple(Spot(lease.cursor, page) for page, _ in found)

@@ -2101,6 +2101,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cache/onboarding.py",
+        "return self._pools[family].num_available + self._states.num_passed(family)",
+        "return self._pools[family].num_available",
+        "a request that is told that it has room is refused it, and waits for ever",
+        (f"{ADAPTERS}test_l04_h05_a_request_that_loads_its_state_gets_the_room_it_was_promised",),
+    ),
+    Mutation(
+        "cache/onboarding.py",
         "lease.num_published_pages = min(lease.num_published_pages, first)",
         "pass",
         "what comes while a request computes is not published before what follows it",

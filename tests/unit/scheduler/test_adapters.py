@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.planes import Capacity
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from manyroots.scheduler.slices import QUANTUM_LOADS_ALONE
 from manyroots.step import AdapterLoaded, LoadAdapter
+from tests.helpers.cache_harness import recurrent
 from tests.helpers.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
@@ -132,6 +135,44 @@ def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> Non
     stats = engine.scheduler.stats()
     assert stats.total_retractions == 0
     assert stats.total_steps < 60
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_l04_h05_a_request_that_loads_its_state_gets_the_room_it_was_promised(
+    depth: int, policy: str
+) -> None:
+    """L04, H05: cap 1. B's rows hold all states, two of them passed ones of their answers. A's
+    request displaces B, because those will be freed for it. It must get one for the state that it
+    has on the host, too. If that were refused, A would wait for B's states, and B for its time."""
+    engine = SchedulerHarness(
+        max_loras=1,
+        max_num_seqs=2,
+        policy=policy,
+        depth=depth,
+        capacities=(Capacity(FULL_ATTENTION, 64, 64), Capacity(recurrent(100), 6, 8)),
+    )
+    digests = {name: load(engine, name) for name in "ab"}
+    prompt = [1, 2, 3, 4, 5, 6]
+    engine.loop.handle(submit(0, prompt, max_tokens=1, adapter="a"))
+    engine.run()
+    requests = {
+        number: submit(number, [40, number], max_tokens=80, adapter="b") for number in (1, 2)
+    }
+    for request in requests.values():
+        engine.loop.handle(request)
+    while engine.cache.stats().planes[1].num_held < 6:
+        engine.step()
+    requests[3] = submit(3, prompt, max_tokens=4, adapter="a")
+    engine.loop.handle(requests[3])
+    engine.run(400)
+    assert engine.last(3).num_cached_tokens == 4, "from the host: the device had no room"
+    assert engine.scheduler.stats().total_host_hit_tokens == 4
+    assert engine.scheduler.stats().total_pauses == 2
+    for number, request in requests.items():
+        name = request.adapter
+        assert name is not None
+        assert engine.tokens(number) == expected_tokens(request, digests[name])
 
 
 def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:

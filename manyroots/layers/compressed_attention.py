@@ -159,7 +159,9 @@ class CompressedAttention:
         steps: tuple[RowsStep, ...] = tuple(step.memories[family] for family in self._families)
         angles = step.ropes[spec.rope]
         both = self.first(x, step).finished(self._kernels).to(self._dtype)
-        latents = norm.rms_norm(both[:, : spec.q_rank].contiguous(), self._q_norm, spec.norm_eps)
+        latents = norm.sum_rms_norm(
+            both[:, : spec.q_rank], self._q_norm, spec.norm_eps, self._dtype
+        )
         q = self.q(latents, step).finished(self._kernels).to(self._dtype)
         q = kernels.normed_write(
             q.view(len(q), spec.num_heads, -1), both[:, spec.q_rank :], angles, self._kv_norm,
@@ -181,10 +183,12 @@ class CompressedAttention:
         """[tokens, groups * rank]: each group of heads multiplied with its own part of o_a_proj."""
         numbers = self.out_a.weight.numbers
         assert numbers is not None, "weights are packed when they are loaded"
-        groups = self._spec.out_groups
+        groups, rank = self._spec.out_groups, self._spec.out_rank
         heads = attended.reshape(len(attended), groups, -1).transpose(0, 1)
-        weight = numbers.view(groups, self._spec.out_rank, -1).transpose(1, 2)
-        return torch.bmm(heads, weight).transpose(0, 1).flatten(1)
+        weight = numbers.view(groups, rank, -1).transpose(1, 2)
+        out = attended.new_empty(len(attended), groups, rank)
+        torch.bmm(heads, weight, out=out.transpose(0, 1))
+        return out.flatten(1)
 
     def weights(self, name: str) -> Fills:
         yield from self.first.weights(name)

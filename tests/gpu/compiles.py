@@ -128,8 +128,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
 
-def _batched_product(x: Tensor, weights: Tensor) -> Tensor:
-    return x.new_zeros(*x.shape[:2], weights.shape[2])
+def _batched_product(x: Tensor, weights: Tensor, *, out: Tensor) -> Tensor:
+    return out.zero_()
 
 
 def _scaled_product(

@@ -101,5 +101,7 @@ class ManyStreams:
     def _write(self, product: DeferredOutput | None) -> None:
         if product is None or self._last is None:
             return
-        output = product.finished(self._kernels)
-        self._streams = self._kernels.hyper.write_streams(self._streams, output, self._last)
+        output, also = product.sums, product.also
+        if product.lora is not None:
+            output, also = product.finished(self._kernels), None
+        self._streams = self._kernels.hyper.write_streams(self._streams, output, self._last, also)

@@ -38,10 +38,21 @@ def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
     return HyperRead(rows, 2 * torch.sigmoid(post), matrix)
 
 
-def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
-    """The streams after a half of a layer gave `output` [tokens, hidden]."""
+def write_streams(
+    streams: Tensor, output: Tensor, read: HyperRead, also: Tensor | None = None
+) -> Tensor:
+    """The streams after a half of a layer gave `output` [tokens, hidden], or partial sums [splits,
+    tokens, hidden], and `also` likewise."""
     mixed = torch.matmul(read.mix.transpose(1, 2), streams.float())
-    return (read.post[..., None] * output.float()[:, None] + mixed).to(streams.dtype)
+    given = added_up(output.float())
+    if also is not None:
+        given = given + added_up(also.float())
+    return (read.post[..., None] * given[:, None] + mixed).to(streams.dtype)
+
+
+def added_up(sums: Tensor) -> Tensor:
+    """Partial sums [splits, tokens, hidden] added up; whole rows as they are."""
+    return sums if sums.dim() == 2 else sums.sum(0)
 
 
 def join_streams(streams: Tensor, weights: HyperWeights) -> Tensor:

@@ -7,13 +7,19 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.hyper.inputs import HyperRead
-from manyroots.kernels.hyper.reference import join_streams, read_streams
+from manyroots.kernels.hyper.reference import added_up, join_streams, read_streams
 
 __all__ = ["join_streams", "read_streams", "write_streams"]
 
 
-def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
-    """The streams after a half of a layer gave `output` [tokens, hidden]."""
+def write_streams(
+    streams: Tensor, output: Tensor, read: HyperRead, also: Tensor | None = None
+) -> Tensor:
+    """The streams after a half of a layer gave `output` [tokens, hidden], or partial sums [splits,
+    tokens, hidden], and `also` likewise."""
     dtype = streams.dtype
     mixed = torch.matmul(read.mix.to(dtype).transpose(1, 2), streams)
-    return read.post.to(dtype)[..., None] * output.to(dtype)[:, None] + mixed
+    given = added_up(output)
+    if also is not None:
+        given = given + added_up(also)
+    return read.post.to(dtype)[..., None] * given.to(dtype)[:, None] + mixed

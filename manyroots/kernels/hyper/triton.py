@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
 from manyroots.kernels.latent.triton_rows import padded
-from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 
 LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
@@ -234,15 +234,22 @@ def _read(
 
 @triton.jit
 def _write(
-    streams, output, post, mix, out,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    streams, output, also, post, mix, out, output_split, output_row, also_split, also_row,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr,
+    WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     ok = d < HIDDEN
-    own = tl.load(output + token * HIDDEN + d, mask=ok, other=0.0).to(tl.float32)
+    own = tl.zeros((WIDTH,), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at = output + split * output_split + token * output_row + d
+        own += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(ALSO):
+        at = also + split * also_split + token * also_row + d
+        own += tl.load(at, mask=ok, other=0.0).to(tl.float32)
     for to in tl.static_range(STREAMS):
         row = own * tl.load(post + token * STREAMS + to)
         for stream in tl.static_range(STREAMS):
@@ -329,13 +336,21 @@ def _read_many(streams: Tensor, weights: HyperWeights) -> HyperRead:
     return HyperRead(rows, post, mix)
 
 
-def write_streams(streams: Tensor, output: Tensor, read: HyperRead) -> Tensor:
-    """The streams after a half of a layer gave `output` [tokens, hidden]."""
+def write_streams(
+    streams: Tensor, output: Tensor, read: HyperRead, also: Tensor | None = None
+) -> Tensor:
+    """The streams after a half of a layer gave `output` [tokens, hidden], or partial sums [splits,
+    tokens, hidden], and `also` likewise."""
     tokens, count, hidden = streams.shape
     out = torch.empty(tokens, count, hidden, dtype=streams.dtype, device=streams.device)
     width = min(WIDTH, padded(hidden))
+    parts = as_splits(output)
+    others = parts if also is None else as_splits(also)
+    assert parts.stride(2) == others.stride(2) == 1
     _write[(tokens, -(-hidden // width))](
-        streams, output.contiguous(), read.post, read.mix, out, STREAMS=count, HIDDEN=hidden,
-        WIDTH=width, num_warps=4, **launch_options(streams.device),
+        streams, parts, others, read.post, read.mix, out, *parts.stride()[:2],
+        *others.stride()[:2], STREAMS=count, HIDDEN=hidden, NUM_SPLITS=len(parts),
+        ALSO=0 if also is None else len(others), WIDTH=width, num_warps=4,
+        **launch_options(streams.device),
     )  # fmt: skip
     return out

@@ -23,7 +23,7 @@ from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
-from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
 from manyroots.kernels.latent.inputs import IndexNorm, KeyPiece, LatentAdapters, LatentNorm
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
@@ -134,7 +134,9 @@ class CompressedOps(Protocol):
 
 
 class HyperOps(Protocol):
-    def read_streams(self, streams: Tensor, weights: HyperWeights) -> HyperRead: ...
+    def read_streams(
+        self, streams: Tensor, weights: HyperWeights, norm: ReadNorm | None = None
+    ) -> HyperRead: ...
     def write_streams(
         self, streams: Tensor, output: Tensor, read: HyperRead, also: Tensor | None = None
     ) -> Tensor: ...

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -87,8 +87,10 @@ class ManyStreams:
     def read(self, half: ResidualReader, product: DeferredOutput | None) -> NormedRows:
         assert half.hyper is not None, "all layers of such a model have them"
         self._write(product)
-        self._last = self._kernels.hyper.read_streams(self._streams, half.hyper.data)
-        return half.norm.first(self._last.rows)
+        norm = half.norm
+        of_rows = ReadNorm(norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None
+        self._last = self._kernels.hyper.read_streams(self._streams, half.hyper.data, of_rows)
+        return self._last.rows
 
     def only(self, tokens: Tensor) -> None:
         self._streams = self._streams[tokens]

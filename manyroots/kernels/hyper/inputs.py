@@ -25,11 +25,19 @@ class HyperWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadNorm:
+    """The norm of the rows that a half of a layer reads."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class HyperRead:
     """What a half of a layer reads, and how its output is written."""
 
     rows: Tensor
-    """[tokens, hidden]"""
+    """[tokens, hidden], normalised if the half has a norm."""
     post: Tensor
     """[tokens, n]: how much of the output each stream is given."""
     mix: Tensor

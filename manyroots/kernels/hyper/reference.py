@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
+from manyroots.kernels.norm.reference import rms_norm
 
 
-def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
-    """What a half of a layer reads of streams [tokens, n, hidden]."""
+def read_streams(streams: Tensor, weights: HyperWeights, norm: ReadNorm | None = None) -> HyperRead:
+    """What a half of a layer reads of streams [tokens, n, hidden], normalised if it has a norm."""
     count = streams.shape[1]
     numbers = _numbers(streams, weights)
     sizes = [count, count, count * count]
@@ -35,6 +36,8 @@ def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
         matrix = matrix / (matrix.sum(2, keepdim=True) + eps)
         matrix = matrix / (matrix.sum(1, keepdim=True) + eps)
     rows = _joined(streams, torch.sigmoid(pre) + eps)
+    if norm is not None:
+        rows = rms_norm(rows, norm.weight, norm.eps)
     return HyperRead(rows, 2 * torch.sigmoid(post), matrix)
 
 

@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from manyroots.kernels.hyper.inputs import HyperRead
-from manyroots.kernels.hyper.reference import added_up, join_streams, read_streams
+from manyroots.kernels.hyper import reference
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
+from manyroots.kernels.hyper.reference import added_up, join_streams
+from manyroots.kernels.norm.torch_ops import rms_norm
 
 __all__ = ["join_streams", "read_streams", "write_streams"]
+
+
+def read_streams(streams: Tensor, weights: HyperWeights, norm: ReadNorm | None = None) -> HyperRead:
+    """What a half of a layer reads of streams [tokens, n, hidden], normalised if it has a norm."""
+    read = reference.read_streams(streams, weights)
+    if norm is None:
+        return read
+    return replace(read, rows=rms_norm(read.rows, norm.weight, norm.eps))
 
 
 def write_streams(

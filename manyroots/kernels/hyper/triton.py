@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights
+from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
 from manyroots.kernels.latent.triton_rows import padded
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.norm.triton import rms_norm
 
 LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
@@ -35,7 +36,7 @@ TOKENS_OF_MANY, INNER_OF_PARTS, PARTS_STAGES, PARTS_PROGRAMS = 64, 64, 4, 512
 """Of a program that multiplies by divided weights; and how many of them."""
 TOKENS_AT_ONCE = 16
 """Tokens whose matrices a program makes."""
-WIDTH_OF_MANY = 1024
+WIDTH_OF_MANY, NUMBERS_OF_WARP = 1024, 256
 
 
 @triton.jit
@@ -159,9 +160,11 @@ def _shares(
 
 @triton.jit
 def _join(
-    streams, shares, rows,
-    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+    streams, shares, weight, rows, eps,
+    STREAMS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """A piece of a row; the whole row where it is normalised."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
@@ -171,6 +174,9 @@ def _join(
         share = tl.load(shares + token * STREAMS + stream)
         at = streams + (token * STREAMS + stream) * HIDDEN + d
         row += share * tl.load(at, mask=d < HIDDEN, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.load(weight + d, mask=d < HIDDEN, other=0.0).to(tl.float32)
+        row = row * tl.rsqrt(tl.sum(row * row) / HIDDEN + eps) * scale
     tl.store(rows + token * HIDDEN + d, row.to(rows.dtype.element_ty), mask=d < HIDDEN)
 
 
@@ -260,15 +266,18 @@ def _write(
         tl.store(at, row.to(out.dtype.element_ty), mask=ok)
 
 
-def read_streams(streams: Tensor, weights: HyperWeights) -> HyperRead:
-    """What a half of a layer reads of streams [tokens, n, hidden]."""
+def read_streams(streams: Tensor, weights: HyperWeights, norm: ReadNorm | None = None) -> HyperRead:
+    """What a half of a layer reads of streams [tokens, n, hidden], normalised if it has a norm."""
     tokens, count, _ = streams.shape
     device = streams.device
     if tokens >= MANY and streams.element_size() == 2:
-        return _read_many(streams, weights)
+        return _read_many(streams, weights, norm)
     post = torch.empty(tokens, count, dtype=torch.float32, device=device)
     mix = torch.empty(tokens, count, count, dtype=torch.float32, device=device)
-    return HyperRead(_read_of(streams, weights, post, mix), post, mix)
+    rows = _read_of(streams, weights, post, mix)
+    if norm is not None:
+        rows = rms_norm(rows, norm.weight, norm.eps)
+    return HyperRead(rows, post, mix)
 
 
 def join_streams(streams: Tensor, weights: HyperWeights) -> Tensor:
@@ -307,7 +316,7 @@ def _read_of(
     return rows
 
 
-def _read_many(streams: Tensor, weights: HyperWeights) -> HyperRead:
+def _read_many(streams: Tensor, weights: HyperWeights, norm: ReadNorm | None) -> HyperRead:
     tokens, count, hidden = streams.shape
     device, size, options = streams.device, count * hidden, launch_options(streams.device)
     num_numbers = len(weights.base)
@@ -329,10 +338,12 @@ def _read_many(streams: Tensor, weights: HyperWeights) -> HyperRead:
         ITERATIONS=weights.num_iterations, BLOCK_T=TOKENS_AT_ONCE, num_warps=2, **options,
     )  # fmt: skip
     rows = torch.empty(tokens, hidden, dtype=streams.dtype, device=device)
-    width = min(WIDTH_OF_MANY, padded(hidden))
+    width = min(WIDTH_OF_MANY, padded(hidden)) if norm is None else padded(hidden)
     _join[(tokens, -(-hidden // width))](
-        streams, shares, rows, STREAMS=count, HIDDEN=hidden, WIDTH=width, num_warps=4, **options
-    )
+        streams, shares, shares if norm is None else norm.weight, rows,
+        0.0 if norm is None else norm.eps, STREAMS=count, HIDDEN=hidden, WIDTH=width,
+        NORMED=norm is not None, num_warps=max(1, min(16, width // NUMBERS_OF_WARP)), **options,
+    )  # fmt: skip
     return HyperRead(rows, post, mix)
 
 

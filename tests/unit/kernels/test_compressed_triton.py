@@ -17,7 +17,7 @@ from manyroots.kernels.compressed.inputs import GroupPart, KeyRows, RowNorm  # i
 from manyroots.kernels.compressed.step import RowsStep  # isort: skip
 from manyroots.kernels.hyper import reference as naive_hyper  # isort: skip
 from manyroots.kernels.hyper import triton as fast_hyper  # isort: skip
-from manyroots.kernels.hyper.inputs import HyperWeights  # isort: skip
+from manyroots.kernels.hyper.inputs import HyperWeights, ReadNorm  # isort: skip
 from manyroots.kernels.latent.step import PromptLens  # isort: skip
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
@@ -202,6 +202,9 @@ def test_f10_streams_are_read_and_written_as_by_the_reference(
     assert_close("attention", ours.rows, right.rows, dtype)
     assert_close("attention", ours.post, right.post, torch.float32)
     assert_close("attention", ours.mix, right.mix, torch.float32)
+    norm = ReadNorm(randn(hidden, dtype=dtype, seed=6), 1e-5)
+    ours = fast_hyper.read_streams(streams, half, norm).rows
+    assert_close("attention", ours, naive_hyper.read_streams(streams, half, norm).rows, dtype)
     output, also = randn(2, tokens, hidden, dtype=dtype, seed=4)
     sums = randn(tokens, 3, hidden, seed=5).transpose(0, 1)
     for given in ((output, right), (sums, right), (sums, right, also), (output, right, sums)):

@@ -152,10 +152,12 @@ def _up(
         up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             # Columns past the end of a weight's row are read as zeros.
+            # No rows for pairs that are not there: all tiles would ask for those of one token.
             if EVEN_K:
-                xs = tl.load(x_at + at)
+                xs = tl.load(x_at + at, mask=is_pair[:, None], other=0.0)
             else:
-                xs = tl.load(x_at + at, mask=at + k < k_size, other=0.0)
+                ok = is_pair[:, None] & (at + k < k_size)
+                xs = tl.load(x_at + at, mask=ok, other=0.0)
             gates = gate_up.load([first_row, at])
             gate = _times(gate, xs, gates, own, gate_scales, at, x_group, w_group, SCALED)
             ups = gate_up.load([first_row + n_size, at])

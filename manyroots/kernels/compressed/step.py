@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -133,7 +135,7 @@ class RowsStep:
         device = self.page_table.device
         if self.prompts is None:
             return torch.arange(self.num_decodes, device=device)
-        return torch.from_numpy(self._host_seqs).to(device)
+        return _on(device, self._host_seqs)
 
     def query_blocks(self, most: int) -> Tensor:
         """int32 [blocks, 2]: the first token, and the one after the last, of blocks of at most
@@ -148,7 +150,7 @@ class RowsStep:
             first = np.concatenate(begins)
             last = np.minimum(first + most, ends.repeat([len(one) for one in begins]))
             blocks = np.stack((first, last), axis=1).astype(np.int32)
-            found = torch.from_numpy(blocks).to(self.page_table.device)
+            found = _on(self.page_table.device, blocks)
             self._query_blocks[most] = found
         return found
 
@@ -164,7 +166,7 @@ class RowsStep:
             return lens[: self.num_decodes]
         before_last = np.cumsum(self._counts).repeat(self._counts) - 1
         before_last = (before_last - np.arange(len(before_last))).astype(np.int32)
-        return lens[self.token_seqs] - torch.from_numpy(before_last).to(lens.device)
+        return lens[self.token_seqs] - _on(lens.device, before_last)
 
     @cached_property
     def most_rows(self) -> int:
@@ -198,6 +200,14 @@ class RowsStep:
     @cached_property
     def _closed(self) -> dict[tuple[int, int], ClosedGroups]:
         return {}
+
+
+def _on(device: torch.device, numbers: npt.NDArray[np.integer[Any]]) -> Tensor:
+    """A copy that the host does not wait for: it would wait for all kernels before it."""
+    made = torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return made.to(device)
+    return made.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

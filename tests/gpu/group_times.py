@@ -294,6 +294,7 @@ class Rest(Case):
         post, mix = rand(QUERIES, 4, seed=13), rand(QUERIES, 4, 4, seed=14)
         read = HyperRead(output, post, mix)
         small = randn(QUERIES, HEADS, INDEX_DIM, seed=6)
+        terms = randn(QUERIES, 6, HIDDEN, seed=7).float().transpose(0, 1)
         found: list[tuple[str, Callable[[], Any], int]] = [
             ("rotate the index's", partial(triton_rows.rotate_last, small, table, back=False),
              4 * QUERIES * HEADS * 2 * PAIRS),
@@ -302,6 +303,8 @@ class Rest(Case):
              2 * (queries.nbytes + kv.nbytes)),
             ("write streams", partial(hyper.write_streams, streams, output, read),
              2 * streams.nbytes + output.nbytes),
+            ("write of 6 experts", partial(hyper.write_streams, streams, terms, read, output),
+             2 * streams.nbytes + output.nbytes + terms.nbytes),
         ]  # fmt: skip
         for group, dims in ((4, (DIM, INDEX_DIM)), (128, (DIM,))):
             series = 2 if group == 4 else 1

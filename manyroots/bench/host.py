@@ -210,7 +210,9 @@ def watch(engine: FreeEngine, times: PartTimes) -> None:
     times.watch(runner, ["_compute"], "arrays")
     times.watch(sharing, ["arrays"], "sharing")
     times.watch(state, ["arrays"], "sampling")
+    times.watch(runner._repeated, ["find", "step"], "repeated")
     times.watch(runner._graphs, ["run"], "packet")
+    times.watch(runner, ["_answer"], "after launch")
     times.watch(runner._pending, ["learn", "expect"], "tokens")
     begin = runner._begin
     # What waits for a launched step and reads its tokens.

@@ -58,9 +58,9 @@ class PersistentBatch:
             else:
                 self.units[growth.family - self._num_paged, growth.rows] = growth.pages
         for draft in plan.drafts:
-            known = self.num_tokens[draft.row]
-            self.tokens[draft.row, known : known + len(draft.tokens)] = draft.tokens
-            self._num_guesses[draft.row] = len(draft.tokens)
+            known, count = int(self.num_tokens[draft.row]), len(draft.tokens)
+            self.tokens[draft.row, known : known + count] = draft.tokens
+            self._num_guesses[draft.row] = count
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)
@@ -145,10 +145,10 @@ class PersistentBatch:
         acts = positions >= self._adapter_from[flat_rows]
         return np.where(acts, self._adapter_slot[flat_rows], NO_ADAPTER)
 
-    def num_computed(self, rows: Int32s | Int64s) -> Int64s:
+    def num_computed(self, rows: Int64s) -> Int64s:
         return self._num_computed[rows]
 
-    def computed(self, rows: Int32s, counts: Int64s) -> None:
+    def computed(self, rows: Int64s, counts: Int64s) -> None:
         """A step that is laid out computes so many tokens of each row, guesses included."""
         self._num_computed[rows] += counts
         self._num_guesses[rows] = 0
@@ -169,14 +169,18 @@ class PersistentBatch:
         self.num_tokens[rows] = places + 1
         return places
 
-    def accept(self, row: int, tokens: Int32s, *, goes_back: bool) -> None:
-        """A step checked a row's guesses: these tokens follow its known ones, and all but the last
-        of them are computed. `goes_back`: or none, since the row has the state from before the
-        step again, and so its newest known token is not computed either."""
-        known = int(self.num_tokens[row])
-        self.tokens[row, known : known + len(tokens)] = tokens
-        self.num_tokens[row] = known + len(tokens)
-        self._num_computed[row] = known - 1 if goes_back else known + len(tokens) - 1
+    def accept(self, rows: Int64s, num_right: Int64s, newest: Int32s) -> None:
+        """A step checked guesses of these rows, which lie after the known tokens: so many of them
+        are right, and one token follows, which alone is not computed."""
+        places = self.num_tokens[rows] + num_right
+        self.tokens[rows, places] = newest
+        self.num_tokens[rows] = places + 1
+        self._num_computed[rows] = places
+
+    def go_back(self, row: int, num_right: int) -> None:
+        """A row whose guesses were accepted has the state from before their step again: its tokens
+        since are not computed."""
+        self._num_computed[row] -= num_right + 1
 
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

@@ -20,13 +20,13 @@ REASONS = {
 }
 
 
-def faults(sampled: Sampled, at: Int64s) -> dict[int, str]:
-    """Of the rows at these indices, those that have no token: place in `at` -> why."""
-    codes = sampled.faults.numpy()[at]
+def faults(codes: Int32s, told: dict[int, str], at: Int64s) -> dict[int, str]:
+    """Of the rows at these indices, those that have no token: place in `at` -> why. `codes`: their
+    faults; `told`: as in `Sampled`."""
     reasons = {}
     for place in (codes != NO_FAULT).nonzero()[0].tolist():
         code, index = int(codes[place]), int(at[place])
-        reasons[place] = sampled.told[index] if code == FAILED else REASONS[code]
+        reasons[place] = told[index] if code == FAILED else REASONS[code]
     return reasons
 
 
@@ -50,8 +50,3 @@ def logprobs(
             entry = TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
             given[place] = entry
     return given
-
-
-def tokens(sampled: Sampled, at: Int64s) -> Int32s:
-    chosen: Int32s = sampled.tokens.numpy()[at]
-    return chosen

@@ -8,8 +8,8 @@ row's progress is settled before the next plan is taken in; the scheduler waits 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,14 +19,13 @@ from manyroots.ids import Row
 from manyroots.kernels.sampling.rows import NO_FAULT
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.in_flight import InFlight
-from manyroots.runner.inputs import StepInputs
+from manyroots.runner.inputs import Int64s, StepInputs
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s, Plan
 from manyroots.store.arena import UnitArena
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedDraft:
+class CheckedDraft(NamedTuple):
     """One row's guesses, and which samples of its step check them."""
 
     row: int
@@ -55,6 +54,7 @@ class DraftCheck:
 
     def __init__(self, step: InFlight, drafts: tuple[CheckedDraft, ...]) -> None:
         self.step, self.drafts = step, drafts
+        self._guesses = [draft.tokens.tolist() for draft in drafts]
 
     @cached_property
     def num_right(self) -> dict[Row, int]:
@@ -66,19 +66,32 @@ class DraftCheck:
         if not self.drafts:
             return {}
         # Lists: this is between two steps, and numpy takes longer for so few numbers.
-        sampled, at = self.step.wait(), self.step.at
-        tokens, faults = sampled.tokens.numpy()[at].tolist(), sampled.faults.numpy()[at].tolist()
+        tokens, faults = self.step.tokens.tolist(), self.step.faults.tolist()
         counts = {}
-        for draft in self.drafts:
+        for draft, guesses in zip(self.drafts, self._guesses, strict=True):
             count = 0
             for guess, before, after in zip(
-                draft.tokens.tolist(), draft.samples, draft.samples[1:], strict=False
+                guesses, draft.samples, draft.samples[1:], strict=False
             ):
                 if tokens[before] != guess or faults[after] != NO_FAULT:
                     break
                 count += 1
             counts[Row(draft.row)] = count
         return counts
+
+    def newest(self, firsts: Int64s) -> Int64s:
+        """Of rows with these first samples, the sample of the newest token; waits for the step."""
+        if not self.drafts:
+            return firsts
+        after = np.arange(len(self.step.rows))
+        after[[draft.samples[0] for draft in self.drafts]] = self.last_samples
+        return after[firsts]
+
+    @cached_property
+    def last_samples(self) -> list[int]:
+        """Of each draft, the sample of the token after the last right guess; waits for the step."""
+        right = self.num_right
+        return [draft.samples[right[Row(draft.row)]] for draft in self.drafts]
 
 
 class DraftRows:
@@ -115,15 +128,18 @@ class DraftRows:
         if self._unsettled is None:
             return
         check, self._unsettled = self._unsettled, None
-        sampled, after_guesses = check.step.tokens(), {}
-        for place, draft in enumerate(check.drafts):
-            count = check.num_right[Row(draft.row)]
-            tokens = sampled[draft.samples[: count + 1]]
-            goes_back = bool(self._states) and count < len(draft.tokens)
-            if goes_back:
+        drafts, num_right = check.drafts, check.num_right
+        rows, counts = np.array([*num_right], np.int64), np.array([*num_right.values()], np.int64)
+        sampled = check.step.tokens
+        self._batch.accept(rows, counts, sampled[check.last_samples])
+        after_guesses = {}
+        for place, draft in enumerate(drafts):
+            count = num_right[Row(draft.row)]
+            if self._states and count < len(draft.tokens):
                 for family, arena in enumerate(self._states):
                     unit = self._units([draft], family)
                     arena.data.index_copy_(0, unit, self._saved[family][place : place + 1])
-            self._batch.accept(draft.row, tokens, goes_back=goes_back)
-            after_guesses[draft.row] = tokens[1:]
+                self._batch.go_back(draft.row, count)
+            if self._state.counts_tokens(draft.row):
+                after_guesses[draft.row] = sampled[draft.samples[1 : count + 1]]
         self._state.count(after_guesses)

@@ -17,8 +17,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from manyroots.process.progress import track
 from manyroots.runner.first_runs import FirstRuns
 from manyroots.runner.forward import PacketViews
 from manyroots.runner.mixed import MixedShape
-from manyroots.runner.packet import PacketLayout, send
+from manyroots.runner.packet import KeptArrays, PacketLayout, send
 from manyroots.runner.step_arrays import NamedArrays
 
 _RARE_IN_USE = 24
@@ -46,8 +46,7 @@ Blank = Callable[["GraphKey"], NamedArrays]
 """The arrays of a step that changes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
+class GraphKey(NamedTuple):
     """What kind of step a graph is for."""
 
     size: int
@@ -149,7 +148,11 @@ class Graphs:
             if between is not None:
                 between()
             return self._choose(logits, views)
-        packed = captured.layout.pack(arrays, pin=self._device.type == "cuda")
+        pin = self._device.type == "cuda"
+        if isinstance(arrays, KeptArrays):
+            packed = arrays.pack(captured.layout, pin=pin)
+        else:
+            packed = captured.layout.pack(arrays, pin=pin)
         captured.inputs.copy_(packed, non_blocking=True)
         first, *second = captured.graphs
         first.replay()
@@ -185,7 +188,7 @@ class Graphs:
         sizes = self._single_tokens()
         keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
         few = [*sizes, *keys[: len(self._kinds)], *keys[-len(self._kinds) :]]
-        for key in (*sizes, *keys, *(replace(key, shares=True) for key in few)):
+        for key in (*sizes, *keys, *(key._replace(shares=True) for key in few)):
             views = send(self._blank(key), self._device)
             self._choose(self._model(views, key), views)
 

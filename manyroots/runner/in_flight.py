@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from manyroots.kernels.decode_rows.reference import PENDING
 from manyroots.kernels.sampling.rows import Sampled
-from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import Int64s
 from manyroots.step import Int32s, Plan
@@ -31,16 +31,17 @@ class InFlight:
         self.rows = rows
         self.at = at
         self._event: torch.cuda.Event | None = None
-        if sampled.packed.device.type != "cuda":
-            self._host = sampled
-            return
+        self._host = sampled
         packed = sampled.packed
-        self._host = replace(
-            sampled, packed=torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-        )
-        self._host.packed.copy_(packed, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has none here
-        self._event.record()
+        if packed.device.type == "cuda":
+            self._host = replace(
+                sampled, packed=torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            )
+            self._host.packed.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has none here
+            self._event.record()
+        # Views, made now: after a step with guesses the device waits for the host.
+        self._tokens, self._faults = self._host.tokens.numpy(), self._host.faults.numpy()
 
     @property
     def is_done(self) -> bool:
@@ -52,9 +53,19 @@ class InFlight:
             self._event.synchronize()
         return self._host
 
+    @cached_property
     def tokens(self) -> Int32s:
-        """Those of `rows`."""
-        return choices.tokens(self.wait(), self.at)
+        """Those of `rows`; waits for the step."""
+        self.wait()
+        tokens: Int32s = self._tokens[self.at]
+        return tokens
+
+    @cached_property
+    def faults(self) -> Int32s:
+        """The reason that a row has no token, or NO_FAULT; waits for the step."""
+        self.wait()
+        faults: Int32s = self._faults[self.at]
+        return faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ class PendingTokens:
         while self._expected and (all_of_them or self._expected[0].step.is_done):
             expected = self._expected.popleft()
             picks, places = expected.picks, expected.places
-            tokens, rows = expected.step.tokens()[picks], expected.step.rows[picks]
+            tokens, rows = expected.step.tokens[picks], expected.step.rows[picks]
             same = self._owner[rows] == expected.owners
             if not same.all():
                 tokens, rows, places = tokens[same], rows[same], places[same]

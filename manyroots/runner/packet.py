@@ -41,10 +41,17 @@ class PacketLayout:
     def pack(self, arrays: Arrays, *, pin: bool) -> Tensor:
         """The arrays in a host buffer, page-locked if `pin`. Shapes must be the layout's."""
         buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pin)
-        raw = buffer.numpy()
-        for name, (at, dtype, shape) in self._places.items():
-            np.ndarray(shape, dtype, raw, at)[...] = arrays[name]
+        for name, array in self.host_arrays(buffer).items():
+            array[...] = arrays[name]
         return buffer
+
+    def host_arrays(self, buffer: Tensor) -> dict[str, np.ndarray]:
+        """The arrays of a host buffer: what is written to them is written there."""
+        raw = buffer.numpy()
+        return {
+            name: np.ndarray(shape, dtype, raw, at)
+            for name, (at, dtype, shape) in self._places.items()
+        }
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The arrays of a buffer, as tensors where it is."""
@@ -54,6 +61,23 @@ class PacketLayout:
             .view(shape)
             for name, (at, dtype, shape) in self._places.items()
         }
+
+
+class KeptArrays(dict[str, np.ndarray]):
+    """Arrays that are sent again after some of their values were changed in place.
+
+    They are packed once and then lie in their host buffer. A value may be changed when the copy of
+    the one before has ended.
+    """
+
+    _buffer: Tensor | None = None
+
+    def pack(self, layout: PacketLayout, *, pin: bool) -> Tensor:
+        """As `PacketLayout.pack`; `layout` is the same each time."""
+        if self._buffer is None:
+            self._buffer = layout.pack(self, pin=pin)
+            self.update(layout.host_arrays(self._buffer))
+        return self._buffer
 
 
 def send(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:

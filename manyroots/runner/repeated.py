@@ -8,20 +8,23 @@ step is alike. A step with guesses is launched while the device idles, so its ho
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.drafts import CheckedDraft
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
+from manyroots.runner.packet import KeptArrays
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import NamedArrays, decode_order
-from manyroots.step import Int32s, Plan
+from manyroots.step import Plan
 
 MAX_LAYOUTS = 32
 """Divisions of guesses among rows that are kept."""
 
-LayoutKey = tuple[bytes, bytes, bytes, tuple[tuple[int, int], ...]]
+LayoutKey = tuple[bytes, bytes, bytes, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +33,26 @@ class StepLayout:
 
     inputs: StepInputs
     """Of the step that it was made of, with a row for each token."""
-    arrays: NamedArrays
-    """Of that step, padded. Those that `RepeatedSteps` makes anew have no meaning here."""
+    arrays: KeptArrays
+    """Of the newest step with this layout, padded. The next one writes what it changes to them."""
     token_rows: Int64s
     """Row of each token, padding included."""
     ahead: Int64s
     """Of each token, how many tokens of its row come before it in the step."""
-    sequences: Int32s
+    sequences: Int64s
     counts: Int64s
     """The rows that compute, and their number of tokens."""
-    sampled_rows: Int32s
+    num_before_output: Int64s
+    """Of each sample, the number of tokens before the first output token of its row."""
+    draft_samples: tuple[list[int], ...]
+    """As in `CheckedDraft`, in the order of the plan's drafts."""
+
+    def drafts(self, plan: Plan) -> tuple[CheckedDraft, ...]:
+        """The drafts of a plan that has this layout."""
+        return tuple(
+            CheckedDraft(draft.row, draft.tokens, samples)
+            for draft, samples in zip(plan.drafts, self.draft_samples, strict=True)
+        )
 
 
 class RepeatedSteps:
@@ -57,45 +70,61 @@ class RepeatedSteps:
     def find(self, plan: Plan) -> StepLayout | None:
         """The layout of an earlier step that is like this one."""
         key = _key(plan)
-        if key not in self._layouts:
-            return None
-        self._layouts.move_to_end(key)
-        return self._layouts[key]
+        layout = self._layouts.get(key)
+        if layout is not None:
+            self._layouts.move_to_end(key)
+        return layout
 
-    def keep(self, plan: Plan, inputs: StepInputs, arrays: NamedArrays) -> None:
+    def keep(
+        self,
+        plan: Plan,
+        inputs: StepInputs,
+        arrays: NamedArrays,
+        drafts: Sequence[CheckedDraft],
+    ) -> None:
         """Keep the layout of a step with a row for each token; `arrays` are padded."""
         rows = inputs.rows[inputs.sampling]
         if self._batch.may_change_adapter(inputs.rows) or self._state.changes_with_length(rows):
             return
         token_rows = arrays["token_rows"]
-        sequences = plan.rows
+        sequences = plan.rows.astype(np.int64)  # an index of 32 bits takes five times as long
         begin = np.zeros(len(self._batch.num_tokens), np.int64)
         begin[sequences] = self._batch.num_computed(sequences) - plan.num_tokens
         self._layouts[_key(plan)] = StepLayout(
             inputs,
-            arrays,
+            KeptArrays(arrays),
             token_rows,
             arrays["positions"] - begin[token_rows],
             sequences,
             plan.num_tokens.astype(np.int64),
-            rows,
+            self._batch.num_prompt_tokens[rows],
+            tuple(draft.samples for draft in drafts),
         )
         if len(self._layouts) > MAX_LAYOUTS:
             self._layouts.popitem(last=False)
 
-    def step(self, layout: StepLayout) -> tuple[StepInputs, NamedArrays]:
-        """The inputs and the padded arrays of the next such step; counts its tokens as computed."""
+    def step(self, layout: StepLayout) -> StepInputs:
+        """The inputs of the next such step, whose padded arrays are then the layout's; counts its
+        tokens as computed."""
         before, batch = layout.inputs, self._batch
         count, token_rows = len(before.rows), layout.token_rows
         positions = batch.num_computed(token_rows) + layout.ahead
         lens = positions + 1
         pages, offsets = batch.slots(token_rows, positions)
         tokens = batch.tokens[token_rows, positions].astype(np.int64)
+        pages[:, count:] = NOWHERE
         batch.computed(layout.sequences, layout.counts)
-        indices = np.zeros(len(token_rows), np.int64)
-        said = batch.num_output_tokens(layout.sampled_rows) + before.guesses
-        indices[before.sampled_at] = said
-        inputs = replace(
+        arrays = layout.arrays
+        arrays["tokens"][...] = tokens
+        arrays["positions"][...] = positions
+        arrays["lens"][...] = lens
+        arrays["pages"][...] = pages
+        arrays["offsets"][...] = offsets
+        # A sample comes after its position, and the first output token has number 0.
+        arrays["indices"][before.sampled_at] = lens[before.sampled_at] - layout.num_before_output
+        for name, array in decode_order(arrays["lens"]).items():
+            arrays[name][...] = array
+        return replace(
             before,
             tokens=tokens[:count],
             positions=positions[:count],
@@ -103,19 +132,9 @@ class RepeatedSteps:
             pages=pages[:, :count],
             offsets=offsets[:count],
         )
-        arrays = {
-            **layout.arrays,
-            "tokens": tokens,
-            "positions": positions,
-            "lens": lens.astype(np.int32),
-            "pages": pages,
-            "offsets": offsets.astype(np.int32),
-            "indices": indices,
-        }
-        pages[:, count:] = NOWHERE
-        return inputs, {**arrays, **decode_order(arrays["lens"])}
 
 
 def _key(plan: Plan) -> LayoutKey:
-    drafts = tuple((int(draft.row), len(draft.tokens)) for draft in plan.drafts)
-    return plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.samples.tobytes(), drafts
+    """A row with a draft computes one token more than its draft has."""
+    drafted = tuple([int(draft.row) for draft in plan.drafts])
+    return plan.rows.tobytes(), plan.num_tokens.tobytes(), plan.samples.tobytes(), drafted

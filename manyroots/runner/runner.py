@@ -51,7 +51,7 @@ from manyroots.runner.mixed import shape_for
 from manyroots.runner.packet import send
 from manyroots.runner.prediction import Guesses, PredictedTokens
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
-from manyroots.runner.repeated import RepeatedSteps
+from manyroots.runner.repeated import RepeatedSteps, StepLayout
 from manyroots.runner.sampling_state import DraftTables, SamplingState
 from manyroots.runner.sharing import Sharing
 from manyroots.runner.step_arrays import NamedArrays, run_arrays
@@ -295,9 +295,8 @@ class ModelRunner:
             if layout is None or graphs is None:
                 answer = compute(plan, self._batch.inputs(plan))
             else:
-                inputs, arrays = self._repeated.step(layout)
-                repeat = partial(self._begin_graph, graphs=graphs, arrays=arrays)
-                answer = self._timed(repeat)(plan, inputs)
+                repeat = partial(self._begin_graph, graphs=graphs, layout=layout)
+                answer = self._timed(repeat)(plan, self._repeated.step(layout))
         copy_within_device(plan.copies, self._arenas, after_model=True)
         return answer
 
@@ -345,22 +344,25 @@ class ModelRunner:
         return not self._state.exceeds_graph(inputs.rows[inputs.sampling])
 
     def _begin_graph(
-        self, plan: Plan, inputs: StepInputs, graphs: Graphs, arrays: NamedArrays | None = None
+        self, plan: Plan, inputs: StepInputs, graphs: Graphs, layout: StepLayout | None = None
     ) -> TakeResult:
-        """A step of single tokens, in the next larger shape there is. `arrays`: those of a step
-        that repeats an earlier one."""
+        """A step of single tokens, in the next larger shape there is. `layout`: of a step that
+        repeats an earlier one."""
         rows = inputs.rows[inputs.sampling]
-        if arrays is None:
+        arrays: NamedArrays
+        if layout is not None:
+            arrays, drafts = layout.arrays, layout.drafts(plan)
+        else:
             size = graphs.size_for(len(inputs.rows))
-            arrays = self._packets.single_tokens(inputs, size)
-            if plan.drafts:
+            arrays, drafts = self._packets.single_tokens(inputs, size), checked_drafts(plan, inputs)
+            if drafts:
                 arrays |= run_arrays(arrays["token_rows"], arrays["lens"])
-                self._repeated.keep(plan, inputs, arrays)
+                self._repeated.keep(plan, inputs, arrays, drafts)
             else:
                 arrays |= self._packets.shared(inputs, size)
-        if plan.drafts:
+        if drafts:
             arrays = self._packets.with_shared(inputs, arrays)
-        drafts = self._begin_drafts(plan, inputs)
+            self._begin_drafts(inputs, drafts)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampled_at)
         return self._answer(plan, inputs, step, drafts, is_graph=graphs.was_replayed)
@@ -373,7 +375,8 @@ class ModelRunner:
             return None
         rows = inputs.rows[inputs.sampling]
         arrays |= self._packets.shared(inputs, shape.num_decodes)
-        drafts = self._begin_drafts(plan, inputs)
+        drafts = checked_drafts(plan, inputs)
+        self._begin_drafts(inputs, drafts)
         between = partial(self._fill_masks, inputs, drafts) if self._state.has_masks(rows) else None
         sampled = graphs.run(arrays, between, shape)
         if len(rows) == 0:
@@ -386,8 +389,8 @@ class ModelRunner:
     ) -> TakeResult:
         """A step of any kind, kernel by kernel. `arrivals`: pages that arrive while it computes."""
         rows = inputs.rows[inputs.sampling]
-        arrays = self._packets.any_step(inputs)
-        drafts = self._begin_drafts(plan, inputs)
+        arrays, drafts = self._packets.any_step(inputs), checked_drafts(plan, inputs)
+        self._begin_drafts(inputs, drafts)
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
         logits_indices = self._logits_indices(inputs, views["sampled_at"])
@@ -449,15 +452,14 @@ class ModelRunner:
             return None
         return rows[asked], hidden[torch.from_numpy(at[asked]).to(hidden.device)]
 
-    def _begin_drafts(self, plan: Plan, inputs: StepInputs) -> tuple[CheckedDraft, ...]:
-        """Prepare the sampler's tables for the positions after guesses."""
-        drafts = checked_drafts(plan, inputs)
+    def _begin_drafts(self, inputs: StepInputs, drafts: Sequence[CheckedDraft]) -> None:
+        """Keep what may be needed again, and prepare the sampler's tables for the positions after
+        guesses."""
         if drafts:
             self._drafts.save_states(drafts)
             counted = [draft for draft in drafts if self._state.counts_tokens(draft.row)]
             if counted:
                 self._state.begin_drafts(self._draft_tables(inputs, counted))
-        return drafts
 
     def _draft_tables(
         self, inputs: StepInputs, drafts: Sequence[CheckedDraft]
@@ -528,17 +530,11 @@ class ModelRunner:
             ends = self._mover.finished()
             given = choices.logprobs(sampled, step.at, wanted, vocab) if scores is None else scores
             right = check.num_right
-            newest = inputs.sampling_order
-            if drafts:
-                after = np.arange(len(step.rows))
-                after[[d.samples[0] for d in drafts]] = [
-                    d.samples[right[Row(d.row)]] for d in drafts
-                ]
-                newest = after[newest]
-            faults = {**choices.faults(sampled, step.at), **failures}
+            newest = check.newest(inputs.sampling_order)
+            faults = {**choices.faults(step.faults, sampled.told, step.at), **failures}
             return StepResult(
                 plan.step_id,
-                step.tokens()[newest],
+                step.tokens[newest],
                 num_accepted=right,
                 guesses={} if guesses is None else guesses.by_row(right),
                 draft_logprobs=_draft_logprobs(drafts, right, given) if given else {},

@@ -829,8 +829,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runner/drafts.py",
-        "goes_back = bool(self._states) and count < len(draft.tokens)",
-        "goes_back = False",
+        "if self._states and count < len(draft.tokens):",
+        "if False:",
         "a runner keeps the state of wrong guesses",
         (f"{DRAFTS}[convolutions]",),
     ),

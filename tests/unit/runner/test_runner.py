@@ -225,7 +225,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[StepLayout]:
         plans[:] = [plan]
         return find(self, plan)
 
-    def compared(self: RepeatedSteps, layout: StepLayout) -> tuple[StepInputs, dict[str, Any]]:
+    def compared(self: RepeatedSteps, layout: StepLayout) -> StepInputs:
         batch, state = self._batch, self._state
         kept = batch._num_computed.copy(), batch._num_guesses.copy()
         wanted = batch.inputs(plans[0])
@@ -233,7 +233,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[StepLayout]:
             wanted = as_single_tokens(wanted)
         computed, guesses = batch._num_computed.copy(), batch._num_guesses.copy()
         batch._num_computed[:], batch._num_guesses[:] = kept
-        inputs, arrays = step(self, layout)
+        inputs, arrays = step(self, layout), layout.arrays
         assert (batch._num_computed == computed).all()
         assert (batch._num_guesses == guesses).all()
         for field in fields(StepInputs):
@@ -252,7 +252,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> list[StepLayout]:
             np.testing.assert_array_equal(arrays[name], array, err_msg=name)
             assert arrays[name].dtype == array.dtype
         seen.append(layout)
-        return inputs, arrays
+        return inputs
 
     monkeypatch.setattr(RepeatedSteps, "find", noted)
     monkeypatch.setattr(RepeatedSteps, "step", compared)

@@ -2,11 +2,11 @@
 
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
 beside its reference), `sampler` (a row alone and among others), `sampled` (graphs with every
-sampling parameter), `shaped` (rows with a grammar, in two graphs), `launches` (early beside plain),
-`ranks` (a group of NCCL's beside none), `tiers` (device, host, files and back),
-`parity` (engines beside the CPU's), `faults` (planted ones, which parity must find), or a part's
-own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which one
-process does on one core; so each part is a process of its own.
+sampling parameter), `shaped` (rows with a grammar, in two graphs), `guesses` (speculation beside
+none), `launches` (early beside plain), `ranks` (a group of NCCL's beside none), `tiers` (device,
+host, files and back), `parity` (engines beside the CPU's), `faults` (planted ones, which parity
+must find), or a part's own name as its line begins: `parity:llama:bfloat16`. Most of the time is
+compilation, which one process does on one core; so each part is a process of its own.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ KERNEL_TESTS = (
 
 def parts() -> list[str]:
     """What there is to check, longest first."""
-    from tests.gpu import launches, models, ranks, sampled, shaped, tiers
+    from tests.gpu import guesses, launches, models, ranks, sampled, shaped, tiers
 
     return [
         *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
+        *(f"guesses:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(guesses.KINDS)),
         *(f"sampled:{kind}:{dtype}" for dtype in DTYPES for kind in sampled.KINDS),
         *(f"shaped:{kind}:{dtype}" for dtype in DTYPES for kind in shaped.KINDS),
         *(f"ranks:{kind}:{dtype}" for dtype in DTYPES for kind in ranks.KINDS),
@@ -56,10 +57,11 @@ def check(part: str) -> str:
         from tests.gpu.without_pytest import check as check_tests
 
         return check_tests(modules[what])
-    from tests.gpu import faults, launches, parity, ranks, sampled, shaped, tiers
+    from tests.gpu import faults, guesses, launches, parity, ranks, sampled, shaped, tiers
 
     rooms = {
         "faults": faults,
+        "guesses": guesses,
         "launches": launches,
         "parity": parity,
         "ranks": ranks,

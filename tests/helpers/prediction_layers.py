@@ -19,8 +19,11 @@ NUMBERED = {
 }  # fmt: skip
 
 
-def add_prediction(folder: Path, *, is_right: bool = False, seed: int = 1) -> dict[str, Tensor]:
-    """Write the layer's weights beside the model's; gives them by their names within it."""
+def add_prediction(
+    folder: Path, *, is_right: bool = False, quiet: float = 0.002, seed: int = 1
+) -> dict[str, Tensor]:
+    """Write the layer's weights beside the model's; gives them by their names within it. `quiet`:
+    the share that remains of what the model's layers add, with `is_right`."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     rng = torch.Generator().manual_seed(seed)
@@ -48,16 +51,16 @@ def add_prediction(folder: Path, *, is_right: bool = False, seed: int = 1) -> di
         own["fc.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
         own["pre_fc_norm_embedding.weight"] = neutral
         own["norm.weight"] = norm.clone()
-        own = {name: _quieter(name, tensor) for name, tensor in own.items()}
-        tensors = {name: _quieter(name, tensor) for name, tensor in tensors.items()}
+        own = {name: _quieter(name, tensor, quiet) for name, tensor in own.items()}
+        tensors = {name: _quieter(name, tensor, quiet) for name, tensor in tensors.items()}
     save_file({**tensors, **{_name(n, is_numbered, max(numbers) + 1): t for n, t in own.items()}},
               file, metadata={"format": "pt"})  # fmt: skip
     return own
 
 
-def _quieter(name: str, tensor: Tensor) -> Tensor:
+def _quieter(name: str, tensor: Tensor, share: float) -> Tensor:
     ends = ("o_proj.weight", "down_proj.weight", "out_proj.weight", "down_proj")
-    return tensor * 0.002 if name.endswith(ends) else tensor
+    return tensor * share if name.endswith(ends) else tensor
 
 
 def _name(name: str, is_numbered: bool, number: int) -> str:

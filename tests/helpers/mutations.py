@@ -2674,8 +2674,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cache/publishing.py",
-        "            filled[saved.family, saved.unit] = (node, boundary - 1)\n",
-        "            pass\n",
+        "        filled[saved.family, saved.unit] = (node, boundary - 1)\n",
+        "        pass\n",
         "a failed step leaves the state that it put after older pages",
         (
             "unit/cache/test_families.py::"

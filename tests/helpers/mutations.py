@@ -2683,6 +2683,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "cache/tree.py",
+        "        node.is_cut = True\n",
+        "",
+        "a copy in progress is taken for the page of another output, at the same depth",
+        ("unit/cache/test_tree.py::test_t08_a_depth_in_a_node_never_comes_to_mean_another_page",),
+    ),
+    Mutation(
         "cache/publishing.py",
         "            if saved.step_id == step_id:\n"
         "                self._saved.append((lease, saved))\n",

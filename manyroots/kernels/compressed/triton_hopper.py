@@ -7,7 +7,8 @@ chosen. Eight warps compute; a row is key and value. A tile's scores are multipl
 values of the tile before it, so that matrix instructions wait only for weights. Scores are in units
 of log2, because the chip computes exp2.
 
-Places after a query's last row hold that row again, with no weight.
+Places after a query's last row hold that row again, with no weight. Results are rotated back in
+registers, before they are stored.
 """
 
 from __future__ import annotations

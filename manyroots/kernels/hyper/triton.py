@@ -7,7 +7,8 @@ has float32's precision.
 
 Of many tokens, streams are numbers of 16 bits. Then weights are divided into three such numbers,
 whose products have float32's precision, too, and streams need no conversion. The second kernel
-takes a block of tokens and makes only the matrix and the shares; a third one reads the streams.
+takes a block of tokens and makes only the matrix and the shares; a third one reads the streams and
+normalises what it read.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -196,8 +196,8 @@ def _all_steps(graphs: Graphs, mixed: list[MixedShape]) -> None:
     keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in graphs._kinds]
     keys += [GraphKey(size, kind) for size in graphs._sizes for kind in graphs._kinds]
     single = [key for key in keys if key.mixed is None]
-    keys += [replace(key, shares=True) for key in single]
-    keys += [replace(key, in_runs=True) for key in single]
+    keys += [key._replace(shares=True) for key in single]
+    keys += [key._replace(in_runs=True) for key in single]
     for key in keys:
         graphs.run(graphs._blank(key), mixed=key.mixed)
 

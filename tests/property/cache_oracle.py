@@ -303,8 +303,10 @@ class Machine:
             if (host + family, unit) not in on_their_way
         )  # fmt: skip
         before = self.cache.stats()
+        passed = self.passed_states()
         has_room = all(
-            before.planes[f].num_free + before.planes[f].num_cached >= n for f, n in wanted.items()
+            before.planes[f].num_free + before.planes[f].num_cached + passed[f] >= n
+            for f, n in wanted.items()
         )
         refusal = self.cache.onboard(sequence.held)
         assert (refusal is None) == has_room
@@ -315,6 +317,16 @@ class Machine:
             assert not lost
         elif all(before.planes[f].num_free >= n for f, n in wanted.items()):
             assert not lost, "evicted with room to spare"
+
+    def passed_states(self) -> Counter[int]:
+        """By family: requests that hold the two newest states of their output. The older one is
+        room for others."""
+        found = Counter(
+            (lease.serial, saved.family)
+            for lease in self.cache.open_leases.values() for saved in lease.checkpoints
+            if saved.boundary * self.hand.page_size > lease.num_prompt_tokens
+        )  # fmt: skip
+        return Counter(family for (_, family), count in found.items() if count > 1)
 
     def plan(self, chosen: int, most: int) -> None:
         self.drop_failed()

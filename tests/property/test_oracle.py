@@ -65,6 +65,14 @@ def test_r02_storage_is_asked_for_states_after_the_pages(seed: int) -> None:
     Walk.of(seed).run()
 
 
+@pytest.mark.parametrize("seed", [60_000_182, 60_000_553, 60_000_991])
+def test_r02_l04_a_load_of_a_state_takes_the_room_of_one_that_an_output_has_passed(
+    seed: int,
+) -> None:
+    """R02, L04: where no unit is free, the older state of a request's output is."""
+    Walk.of(seed).run()
+
+
 @pytest.mark.parametrize("seed", [5_040_540, 5_043_029])
 def test_r02_a_state_may_be_evicted_and_saved_again_in_the_same_unit_by_one_step(seed: int) -> None:
     """If the request is dropped or the step fails, the state is gone. 39 walks of 47,850 did that,

@@ -80,6 +80,10 @@ class Warmup:
         for with_adapters in (True, False) if has_adapters else (False,):
             for count in sorted(counts, reverse=True):
                 self._prefill(count, with_adapters=with_adapters)
+            # So few tokens' products are partial sums, which are completed where rows are taken.
+            self._prefill(
+                min(max_num_tokens, *WARM_TOKENS), with_adapters=with_adapters, num_samples=1
+            )
             for num_samples in WARM_SAMPLES:
                 if num_samples <= min(max_num_tokens, self._forward.rows.spare.row):
                     self._prefill(
@@ -131,8 +135,9 @@ class Warmup:
             forward.decoder.logits(hidden, indices.lora)
 
     def _lora(self, slots: Int64s | None) -> LoraRows | None:
-        """Rows of a step with adapters; those of the base model, too, launch its kernels."""
-        return None if slots is None else LoraRows.build(slots, self._device)
+        """Rows of a step with adapters: of the first slot, which has none yet. Of rows of the base
+        model alone, layers that take some rows launch less."""
+        return None if slots is None else LoraRows.build(np.zeros_like(slots), self._device)
 
     def _sample(self) -> None:
         decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row

@@ -65,6 +65,9 @@ class Traffic:
         yield "shared heads", self._shared([None])
         yield "shared heads, adapters", self._shared(names[:NUM_HEADS])
         yield "one short request", self._mixed([None])[:1]
+        for length in (7, 120):
+            few = self._request(self._tokens(length), names[0], {})
+            yield f"{length} tokens, an adapter", [few]
 
     def _mixed(self, owners: Sequence[str | None], **sampling: Any) -> list[Submit]:
         """Prompts of all lengths, answers that end one after the other."""

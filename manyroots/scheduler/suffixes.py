@@ -8,7 +8,7 @@ are never searched for another.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 
@@ -91,17 +91,19 @@ def _continuation(text: Int32s, places: np.ndarray, length: int, most: int) -> I
         breaks = np.flatnonzero(followed == _BREAK)
         return followed[: breaks[0]] if len(breaks) else followed
     said: list[int] = []
+    # Lists: for so few numbers they are faster than arrays.
+    left: list[int] = places.tolist()
     while len(said) < most:
-        places = places[places < len(text)]
-        following = text[places]
-        if not len(following):
+        left = [place for place in left if place < len(text)]
+        if not left:
             break
-        values, counts = np.unique(following, return_counts=True)
+        following: list[int] = text[left].tolist()
+        counts = Counter(following)
+        highest = max(counts.values())
         # Of equally frequent ones, the newest.
-        likely = counts == counts.max()
-        token = int(next(t for t in following[::-1].tolist() if t in values[likely]))
-        if token == _BREAK or len(said) >= length * int(counts.max()):
+        token = next(t for t in reversed(following) if counts[t] == highest)
+        if token == _BREAK or len(said) >= length * highest:
             break
         said.append(token)
-        places = places[following == token] + 1
+        left = [place + 1 for place, t in zip(left, following, strict=True) if t == token]
     return np.array(said, np.int32)

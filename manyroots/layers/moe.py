@@ -21,7 +21,6 @@ from torch import Tensor
 
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
-from manyroots.kernels.lora_ops.sites import LinearSite
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -136,14 +135,9 @@ class SparseMLP:
         return None
 
     def __call__(
-        self,
-        x: NormedRows,
-        step: Step,
-        shared: ExpertWeights | None = None,
-        of_shared: tuple[LinearSite, LinearSite] | None = None,
+        self, x: NormedRows, step: Step, shared: ExpertWeights | None = None
     ) -> DeferredOutput:
-        """`shared`: a block that all tokens go through, to be added, and its sites; see
-        `kernels/fused_moe`."""
+        """`shared`: a block that all tokens go through, to be added; see `kernels/fused_moe`."""
         if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)
@@ -154,7 +148,7 @@ class SparseMLP:
             chosen=self._given(step),
         )  # fmt: skip
         return DeferredOutput(
-            moe.experts(x, routing, self.experts.data, self._adapters(step, of_shared), shared)
+            moe.experts(x, routing, self.experts.data, self._adapters(step), shared)
         )
 
     def _given(self, step: Step) -> Tensor | None:
@@ -164,12 +158,10 @@ class SparseMLP:
         assert step.tokens is not None, "the decoder adds them"
         return self._table[step.tokens]
 
-    def _adapters(
-        self, step: Step, of_shared: tuple[LinearSite, LinearSite] | None
-    ) -> ExpertAdapters | None:
+    def _adapters(self, step: Step) -> ExpertAdapters | None:
         if step.lora is None or self.pooled is None:
             return None
-        return ExpertAdapters(*self.pooled, step.lora, of_shared)
+        return ExpertAdapters(*self.pooled, step.lora)
 
     def weights(self, name: str) -> Fills:
         """Destinations of a checkpoint's tensors for the block `name`."""

@@ -129,7 +129,6 @@ class CompressedOps(Protocol):
         chosen: Tensor | None,
         sinks: Tensor,
         scale: float,
-        angles: Any,
     ) -> Tensor: ...
 
 

@@ -15,12 +15,13 @@ from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.activation.triton_kinds import activated, fast_bfloat16
 from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, tries_scales
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
-from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     LEAST_RANKS,
     NO_RANKS,
     early_ranks,
     expand_tile,
+    has_few_ranks,
     part_of,
     rank_constants,
     rows_of,
@@ -41,6 +42,9 @@ ROW_BLOCK_N = 256
 more."""
 MANY_ROWS = 64
 """With more rows than this a step has enough programs, and larger programs read faster."""
+ADAPTED_COLUMNS, ADAPTED_REGISTERS = 256, 80
+"""Columns of a program for several rows with an adapter of few ranks, in such a step, and most
+registers of a thread: fewer programs, of which more run at once."""
 MOST_OF_ROW = 16_384
 """Columns of a row that one program takes if they share a scale."""
 ROW_BLOCK = 4096
@@ -199,6 +203,7 @@ def gated(
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
+    registers: int | None = None
     is_whole = form is not None and form.group == n <= MOST_OF_ROW
     if form is not None and is_whole and lora is None:
         return _gated_rows(parts, activation, gate_factor, out, form)
@@ -219,6 +224,8 @@ def gated(
         ranks = rank_constants(lora.site)
         has_room = block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS
         block_n, num_warps = ROW_BLOCK_N if has_room else BLOCK_N, 4
+        if MANY_ROWS < num_rows <= FEW_ROWS and has_few_ranks(lora.site):
+            block_n, registers = ADAPTED_COLUMNS, ADAPTED_REGISTERS
     found = None
     if form is not None and (form.group is None or form.group == ROW_GROUP):
         group = form.group or block_n
@@ -230,7 +237,8 @@ def gated(
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, HAS_OUT=has_out,
         PARTS=0 if found is None else len(found.data),
         GROUP=ROW_GROUP if found is None else found.group, BLOCK_R=block_r, BLOCK_N=block_n,
-        **ranks, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
+        **ranks, num_warps=num_warps, num_stages=1, maxnreg=registers,
+        **launch_options(parts.device),
     )  # fmt: skip
     if found is not None:
         return found

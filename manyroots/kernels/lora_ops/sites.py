@@ -30,6 +30,9 @@ DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
 """Most rows of one program: few, so that many programs share a decode step's work; or many, so that
 a prefill reads weights seldom."""
+FEW_ROWS = 512
+"""Steps of up to so many rows are cut like decode steps: with many adapters, most have one or two
+rows."""
 TYPICAL_ADAPTERS = 8
 """Adapters of a step whose products were measured."""
 MOST_SINGLE_ROWS = 32
@@ -182,7 +185,7 @@ def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 def block_rows_for(num_rows: int) -> int:
     """The number of rows of one adapter per program, in a step of this many rows."""
-    return DECODE_BLOCK_ROWS if num_rows <= PREFILL_BLOCK_ROWS else PREFILL_BLOCK_ROWS
+    return DECODE_BLOCK_ROWS if num_rows <= FEW_ROWS else PREFILL_BLOCK_ROWS
 
 
 def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:

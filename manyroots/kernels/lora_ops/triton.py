@@ -24,6 +24,8 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_ops.reference import prepare
 from manyroots.kernels.lora_ops.sites import (
+    DECODE_BLOCK_ROWS,
+    FEW_ROWS,
     PREFILL_BLOCK_ROWS,
     EmbeddingSite,
     LinearSite,
@@ -43,13 +45,13 @@ WIDE_PROGRAMS = 2048
 """Programs for those products: enough to keep a GPU busy, few enough to exit at once."""
 LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
 """Inner dimension per iteration of a shrinking program; with few programs, iterations are long."""
-FEW_ROWS = 512
-"""Up to this many rows, a shrink is cut into parts of the inner dimension."""
 SHRINK_PROGRAMS = 264
 """Most programs of a shrink: two per multiprocessor of an H200. A graph has room for far more
 blocks of rows than most of its steps have, and programs without work cost time, too."""
-EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
-"""Rows and columns of a product per adding program."""
+EXPAND_FEW, EXPAND_MANY = (16, 512), (32, 128)
+"""Rows and columns of a product per adding program. In a step of few rows with many adapters, a
+block has one or two rows, and programs should be few; large ranks leave no room for so many
+columns."""
 COMPLETED_COLUMNS = 128
 """Columns of a product per program that completes it."""
 LOOKUP_COLUMNS = 256
@@ -175,6 +177,11 @@ def rank_constants(site: LinearSite) -> dict[str, int]:
     return {"RANK_BLOCK": block, "MAX_RANK": site.max_rank}
 
 
+def has_few_ranks(site: LinearSite) -> bool:
+    """Whether B's tiles are so narrow that a program has room for many columns."""
+    return site.max_rank <= LEAST_RANKS
+
+
 NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
 """The same for a launch without adapters."""
 
@@ -241,12 +248,12 @@ class ShrinkTiling:
     step_bytes: int
     """Inner dimension of an iteration."""
     num_stages: int
-    block_rows: int = PREFILL_BLOCK_ROWS
+    block_rows: int = DECODE_BLOCK_ROWS
     """Most rows of a block."""
 
 
 FEW = ShrinkTiling(4, LONG_STEP_BYTES, 3)
-MANY = ShrinkTiling(1, SHORT_STEP_BYTES, 4)
+MANY = ShrinkTiling(1, SHORT_STEP_BYTES, 4, PREFILL_BLOCK_ROWS)
 
 
 def _shrink_tiling(num_rows: int) -> ShrinkTiling:
@@ -278,6 +285,25 @@ def shrink(
 
 
 @triton.jit
+def _rows_expanded(
+    y, hidden, b, start, rank, first_ranks, first, count, begin, cols, inside, size, first_col,
+    y_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """Add to the columns `cols` of `count` rows from `begin` on that use one adapter."""
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < size)[None, :]
+    to = y + rows[:, None] * y_row + first_col + cols[None, :]
+    acc = expand_tile(
+        tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank, inside,
+        hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK, MAX_RANK,
+    )  # fmt: skip
+    tl.store(to, acc, mask=ok)
+
+
+@triton.jit
 def _expand(
     y, hidden, pool, table, blocks, num_blocks, y_row, hidden_split, hidden_row, first_col, size,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -296,37 +322,40 @@ def _expand(
     start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
     if rank == 0:
         return
-    wait_for_inputs(DEPENDENT)
     for begin in range(tl.program_id(0) * BLOCK_N, size, tl.num_programs(0) * BLOCK_N):
-        n = begin + tl.arange(0, BLOCK_N)
-        inside = tl.minimum(n, size - 1)
-        first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
-        for at in range(0, count, BLOCK_R):
-            r = at + tl.arange(0, BLOCK_R)
-            rows = (first + r).to(tl.int64)
-            ok = (r < count)[:, None] & (n < size)[None, :]
-            to = y + rows[:, None] * y_row + first_col + n[None, :]
-            acc = expand_tile(
-                tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank,
-                inside, hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
-                MAX_RANK,
+        cols = begin + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(cols, size - 1)
+        first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        wait_for_inputs(DEPENDENT)
+        if count == 1:
+            _rows_expanded(
+                y, hidden, b, start, rank, first_ranks, first, 1, 0, cols, inside, size, first_col,
+                y_row, hidden_split, hidden_row, NUM_SPLITS, 1, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
-            tl.store(to, acc, mask=ok)
+        else:
+            for at in range(0, count, BLOCK_R):
+                _rows_expanded(
+                    y, hidden, b, start, rank, first_ranks, first, count, at, cols, inside, size,
+                    first_col, y_row, hidden_split, hidden_row, NUM_SPLITS, BLOCK_R, RANK_BLOCK,
+                    MAX_RANK,
+                )  # fmt: skip
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
     """Add the adapters' part to y [num_rows, sum of part sizes], in place."""
     site, rows, hidden = term.site, term.rows, term.hidden
+    is_few = y.shape[0] <= FEW_ROWS and has_few_ranks(site)
+    block_r, block_n = EXPAND_FEW if is_few else EXPAND_MANY
     first_col = 0
     for part, size in enumerate(site.part_sizes):
-        num_columns = triton.cdiv(size, EXPAND_COLUMNS)
+        num_columns = triton.cdiv(size, block_n)
         if num_columns > WIDE_TILES:
             num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
         _expand[(num_columns, rows.max_blocks)](
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
-            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=EXPAND_ROWS,
-            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site), **launch_options(y.device),
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=block_r,
+            BLOCK_N=block_n, **rank_constants(site), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from manyroots.kernels import scaled
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
-from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     NO_RANKS,
     early_ranks,
     expand_tile,
+    has_few_ranks,
     part_of,
     rank_constants,
     rows_of,
@@ -28,8 +29,6 @@ from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMap
 LARGEST = tl.constexpr(scaled.LARGEST)
 MANY_ROWS = 64
 """With more rows than this a step has enough programs, and larger programs read faster."""
-MANY_DECODES, FEW_PROMPTS = 128, 512
-"""Between these limits, programs take 32 rows with adapters at a time; otherwise 16."""
 
 
 @triton.jit
@@ -208,11 +207,9 @@ def qk_rope_kv_write(
         adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
-        num_warps = 4
-        if num_rows > FEW_PROMPTS:
-            block_r = 16
-        elif num_rows > MANY_DECODES:
-            block_r = 32
+        # With many rows and few ranks, small programs: more of them run at once.
+        is_small = MANY_ROWS < num_rows <= FEW_ROWS and has_few_ranks(lora.site)
+        num_warps = 1 if is_small else 4
         ranks = rank_constants(lora.site)
     _qk_rope_kv_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slot_mapping.pages,

@@ -237,8 +237,10 @@ class Residency:
 
     @property
     def longest_load_steps(self) -> int:
-        """The most steps that one of the last loads took, wherever from."""
-        return max(steps.longest for steps in self.transfers.load_steps.values())
+        """The most steps that one of the last loads took, or that one takes so far, wherever
+        from."""
+        of_last = (steps.longest for steps in self.transfers.load_steps.values())
+        return max(*of_last, self.transfers.oldest_load_steps)
 
     @property
     def num_obtainable(self) -> int | None:

@@ -110,6 +110,11 @@ class AdapterTransfers:
         """Loads without an answer that end on the device."""
         return sum(load.target is not None for load in self.loads.values())
 
+    @property
+    def oldest_load_steps(self) -> int:
+        """For how many steps the oldest load without an answer is under way."""
+        return max((self.num_launched - at for at in self._asked_at.values()), default=0)
+
     def answer(self, answer: AdapterLoaded) -> LoadAdapter:
         """The load that this answers, which is over now."""
         load = self.loads.pop(answer.load_id, None)

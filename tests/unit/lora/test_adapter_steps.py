@@ -181,6 +181,21 @@ def test_l03_an_adapter_that_is_not_running_uses_up_no_cap() -> None:
     adapters.end(blocked)
 
 
+def test_l07_a_load_that_takes_longer_than_any_before_counts_while_it_is_under_way() -> None:
+    """L07: the bound on a pause has two loads, so it must not wait for the answer."""
+    adapters = loaded(1, "ab")
+    adapters.bring("a")
+    known = adapters.residency.longest_load_steps
+    adapters.prepare("b")
+    (load,), _ = adapters.flush()
+    for step in range(1, known + 4):
+        adapters.residency.step_launched(StepId(step))
+        adapters.residency.step_done(StepId(step))
+    assert adapters.residency.longest_load_steps == known + 3
+    adapters.answer(load)
+    assert adapters.residency.longest_load_steps >= known + 3
+
+
 def test_l07_running_requests_keep_their_slot_whatever_is_wanted() -> None:
     """L07: also in steps that they are not part of, such as a chunked prefill out of budget."""
     adapters = loaded(2, "abc")

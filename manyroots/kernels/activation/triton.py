@@ -17,7 +17,6 @@ from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, 
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
-    LEAST_RANKS,
     NO_RANKS,
     early_ranks,
     expand_tile,
@@ -43,8 +42,9 @@ more."""
 MANY_ROWS = 64
 """With more rows than this a step has enough programs, and larger programs read faster."""
 ADAPTED_COLUMNS, ADAPTED_REGISTERS = 256, 80
-"""Columns of a program for several rows with an adapter of few ranks, in such a step, and most
-registers of a thread: fewer programs, of which more run at once."""
+"""Columns of a program for several rows with an adapter of few ranks, in a step of more than
+MANY_ROWS and at most FEW_ROWS, and most registers of a thread: fewer programs, of which more run at
+once."""
 MOST_OF_ROW = 16_384
 """Columns of a row that one program takes if they share a scale."""
 ROW_BLOCK = 4096
@@ -222,10 +222,12 @@ def gated(
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         ranks = rank_constants(lora.site)
-        has_room = block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS
-        block_n, num_warps = ROW_BLOCK_N if has_room else BLOCK_N, 4
-        if MANY_ROWS < num_rows <= FEW_ROWS and has_few_ranks(lora.site):
-            block_n, registers = ADAPTED_COLUMNS, ADAPTED_REGISTERS
+        block_n, num_warps = BLOCK_N, 4
+        if has_few_ranks(lora.site):
+            if block_r == 1:
+                block_n = ROW_BLOCK_N
+            elif MANY_ROWS < num_rows <= FEW_ROWS:
+                block_n, registers = ADAPTED_COLUMNS, ADAPTED_REGISTERS
     found = None
     if form is not None and (form.group is None or form.group == ROW_GROUP):
         group = form.group or block_n

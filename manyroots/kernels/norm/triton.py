@@ -23,9 +23,9 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_ops.sites import LoraTerm
 from manyroots.kernels.lora_ops.triton import (
-    LEAST_RANKS,
     early_ranks,
     expand_tile,
+    has_few_ranks,
     part_of,
     rank_constants,
     rows_of,
@@ -346,7 +346,7 @@ def add_norm(
         NUM_SPLITS=parts.shape[0], ALSO=0 if also is None else others.shape[0],
         HIDDEN_SPLITS=hidden.shape[0],
         PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,
-        **ranks, num_warps=2 if block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS else 4,
+        **ranks, num_warps=2 if block_r == 1 and has_few_ranks(lora.site) else 4,
         num_stages=1, maxnreg=None if block_r == 1 else PIECE_REGISTERS,
         **launch_options(residual.device),
     )  # fmt: skip

@@ -22,9 +22,10 @@ from pathlib import Path
 
 DTYPES = ("float32", "bfloat16")
 KERNEL_TESTS = (
-    "attention", "compressed", "hopper", "hopper_gemm", "decode_rows", "expert_adapters", "fp4",
-    "fused", "index", "latent", "lora_ops", "moe", "moe_biased", "moe_tiles", "recurrent", "runs",
-    "sampling", "scaled", "scaled_gemm", "fp8_rows", "fp8_pages", "early",
+    "attention", "attention_windows", "compressed", "hopper", "hopper_gemm", "decode_rows",
+    "expert_adapters", "fp4", "fused", "index", "latent", "lora_ops", "moe", "moe_biased",
+    "moe_tiles", "recurrent", "runs", "sampling", "scaled", "scaled_gemm", "fp8_rows",
+    "fp8_pages", "early",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from manyroots.kernels.qk_rope_kv_write import triton as rope  # isort: skip
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping, RopeTable  # isort: skip
 from manyroots.kernels.scaled import LARGEST  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
-from tests.unit.kernels.test_attention_triton import SCALE, pages_for  # isort: skip
+from tests.unit.kernels.paged_cases import SCALE, pages_for  # isort: skip
 
 FP8 = torch.float8_e4m3fn
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.kernels.test_attention_triton import SCALE, pages_for
+from tests.unit.kernels.paged_cases import SCALE, pages_for
 from tests.unit.kernels.triton_cases import DEVICE, randn
 
 from manyroots.kernels.attention import reference, triton_hopper  # isort: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.kernels.test_attention_triton import PAGE, SCALE, pages_for
+from tests.unit.kernels.paged_cases import PAGE, SCALE, pages_for
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
 
 from manyroots.kernels.attention import reference  # isort: skip

@@ -196,7 +196,7 @@ class Publisher:
         if lengthen and self._lengthen(lease, tokens, num_full):
             return [lease.cursor]
         num_full = min(num_full, lease.num_allowed_pages)
-        cursor, first = self._whence(lease, tokens)
+        cursor, first = self._whence(lease)
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
@@ -251,22 +251,15 @@ class Publisher:
                     above.prompt_end = 0
                     above = above.parent
 
-    def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
-        """Where the lease's path continues: its deepest node, and the node's number of pages.
+    def _whence(self, lease: Lease) -> tuple[Node, int]:
+        """Where the lease's path continues: its deepest node in the tree, and the number of its own
+        pages down to there.
 
-        Not simply the last position: a failed step or an eviction may have removed a part of the
-        path, and other requests may have published pages in its place since.
+        A failed step or an eviction may have removed the rest. The node has not grown since
+        (`Node.is_cut`), so all of its pages are the lease's.
         """
-        node, end = nearest_attached(lease.cursor), lease.num_published_pages
-        while node.parent is not None:
-            stop = min(node.end, end)
-            if node.first < stop and node.owner == lease.key.at(node.first):
-                keys = tokens[node.first * self._page_size : stop * self._page_size].tobytes()
-                shared = self._index.tree.shared_run(node, keys, 0, node.first, stop)
-                if shared:
-                    return node, node.first + shared
-            node = node.parent
-        return node, 0
+        node = nearest_attached(lease.cursor)
+        return node, min(lease.num_published_pages, node.end)
 
     def _tell_forks(self, forks: ForkShare, nodes: list[Node], step_id: StepId) -> None:
         for node in nodes:

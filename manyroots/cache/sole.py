@@ -173,10 +173,5 @@ class SolePublisher(Publisher):
         lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
         return leaf
 
-    def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
-        node = nearest_attached(lease.cursor)
-        # Held units stay, so no other page takes their place.
-        return node, min(lease.num_published_pages, node.end)
-
     def _mark_end(self, path: list[Node], boundary: int) -> None:
         pass  # any page in the tree can be resumed from

@@ -108,8 +108,9 @@ class Node:
         finds the nearest node still in the tree."""
         self.is_attached = True
         self.is_cut = False
-        """Whether its last pages were removed. It is not lengthened any more, so that a depth in it
-        never comes to mean another page: copies in progress and leases go by depths."""
+        """Whether pages after its last one were removed. It is not lengthened any more, so that a
+        depth never comes to mean another page: copies in progress and leases go by depths below the
+        nearest node that is left."""
         self.owner = owner
         """None only for the root."""
         self.first = first
@@ -393,6 +394,7 @@ class PrefixTree:
             self.first_pages[known] -= 1
             if not self.first_pages[known]:
                 del self.first_pages[known]
+        parent.is_cut = True
         parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))
         parent.is_fork = parent.is_fork or any(gone.is_fork for gone in removed)
         parent.num_hits += sum(gone.num_hits for gone in removed)

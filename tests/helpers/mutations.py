@@ -2690,6 +2690,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/cache/test_tree.py::test_t08_a_depth_in_a_node_never_comes_to_mean_another_page",),
     ),
     Mutation(
+        "cache/tree.py",
+        "        parent.is_cut = True\n",
+        "",
+        "an adapter's page is found below the base model's page that grew where its own had been",
+        (
+            "unit/cache/test_tree.py::"
+            "test_n22_a_path_that_left_the_tree_is_not_mistaken_for_what_grows_in_its_place",
+        ),
+    ),
+    Mutation(
         "cache/publishing.py",
         "            if saved.step_id == step_id:\n"
         "                self._saved.append((lease, saved))\n",

@@ -86,6 +86,13 @@ def test_r02_a_page_that_arrives_after_its_place_was_taken_is_dropped() -> None:
     Walk.of(4874).run()
 
 
+def test_r02_n22_pages_after_an_evicted_one_of_an_adapter_do_not_follow_the_base_models() -> None:
+    """R02, N22: an adapter was activated within a page, and a window evicted that page. The base
+    model's page with the same tokens grew in its place, and the adapter's next page was found
+    below it."""
+    Walk.of(100010874).run()
+
+
 def test_a_walk_means_the_same_every_time_and_is_told_as_code_that_replays_it() -> None:
     walk = Walk.of(7)
     assert walk == Walk.of(7)

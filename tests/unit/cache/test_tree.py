@@ -6,6 +6,7 @@ import numpy as np
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
+from manyroots.cache.publishing import nearest_attached
 from manyroots.cache.transfers import Spot
 from manyroots.cache.tree import PathHold, PrefixTree
 from manyroots.ids import AdapterDigest, Namespace, StepId
@@ -124,3 +125,17 @@ def test_t08_a_depth_in_a_node_never_comes_to_mean_another_page() -> None:
     insert(tree, BASE, [1, 1, 2, 2, 7, 7], 0, lengthen=True)
     assert match(tree, BASE, [1, 1, 2, 2, 7, 7]) == [0, 1, 2]
     assert copied.find() is None
+
+
+def test_n22_a_path_that_left_the_tree_is_not_mistaken_for_what_grows_in_its_place() -> None:
+    """N22, T08: a request with an activated adapter lost its pages; those of the base model that
+    are published there later, with the same tokens, are not its own."""
+    tree = PrefixTree(PAGE, 1)
+    insert(tree, BASE, [1, 1, 2, 2], 0, lengthen=False)
+    (shared,) = tree.root.children.values()
+    activated = PrefixKey.activated(PLAIN, ADAPTER, 5, PAGE)
+    insert(tree, activated, [1, 1, 2, 2, 3, 3], 0, lengthen=False)
+    (own,) = shared.children.values()
+    tree.cut(own, own.first)
+    insert(tree, BASE, [1, 1, 2, 2, 3, 3], 0, lengthen=True)
+    assert nearest_attached(own).end == own.first

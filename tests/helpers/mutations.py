@@ -781,9 +781,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "node, end = nearest_attached(lease.cursor), lease.num_published_pages",
-        "node, end = nearest_attached(lease.cursor), lease.num_published_pages\n"
-        "        return node, min(end, node.end)",
+        "return node, min(lease.num_published_pages, node.end)",
+        "return node, lease.num_published_pages",
         "a page is published after tokens of others",
     ),
     # Drafts

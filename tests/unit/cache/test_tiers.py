@@ -605,6 +605,30 @@ class TestPrefetch:
         assert new.found(KEY, PROMPT) == found
         assert new.serve(KEY, PROMPT) == found
 
+    def test_t03_t08_an_answer_is_dropped_where_an_output_took_the_place_of_its_path(self) -> None:
+        """T03, T08: the pages before it were evicted while storage was asked, and the output of a
+        request that began alike had grown as long; with its tokens the answer is wrong."""
+        old, _ = self.warm(Capacity(FULL_ATTENTION, 16, 16))
+        policies = CachePolicies(uses_storage=True, write_back=WriteBack.REUSED)
+        capacity = Capacity(FULL_ATTENTION, 6, 16)
+        new = CacheHarness(capacity, policies=policies, storage=old.storage)
+        writing = new.run(KEY, PROMPT[:2])
+        new.serve(KEY, [*PROMPT[:4], 9])
+        ticket = new.cache.prefetch(KEY, ints(*PROMPT))
+        assert ticket is not None
+        assert ticket.first == 2
+        [copy] = new.take_copies()
+        new.serve(KEY, [8] * 9)
+        assert new.found(KEY, PROMPT) == 2
+        while len(writing.tokens) < 6:
+            new.plan(writing)
+            new.plan(writing)
+            new.commit()
+            new.commit()
+        new.acknowledge(copy)
+        audit(new.cache)
+        assert new.found(KEY, [*writing.tokens[:4], *PROMPT[4:]]) == 4
+
     def test_t03_a_page_that_storage_has_in_part_is_resumed_as_far_as_families_allow(self) -> None:
         """T03, H02: the window's last page is missing in storage; full attention has it all."""
         capacities = (Capacity(FULL_ATTENTION, 16, 16), Capacity(window(3, 2), 16, 16))

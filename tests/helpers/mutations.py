@@ -2696,8 +2696,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             "unit/cache/test_tree.py::"
             "test_n22_a_path_that_left_the_tree_is_not_mistaken_for_what_grows_in_its_place",
-            "unit/cache/test_tiers.py::TestPrefetch::"
-            "test_t03_t08_an_answer_is_dropped_where_an_output_took_the_place_of_its_path",
         ),
     ),
     Mutation(

@@ -252,11 +252,11 @@ class Publisher:
                     above = above.parent
 
     def _whence(self, lease: Lease) -> tuple[Node, int]:
-        """Where the lease's path continues: its deepest node in the tree, and the number of its own
-        pages down to there.
+        """Where the lease's path continues: its deepest node in the tree, and how many of its pages
+        are left.
 
-        A failed step or an eviction may have removed the rest. The node has not grown since
-        (`Node.is_cut`), so all of its pages are the lease's.
+        A failed step or an eviction may have removed the others. No pages grow in their place
+        (`Node.is_cut`), so a depth says which are left.
         """
         node = nearest_attached(lease.cursor)
         return node, min(lease.num_published_pages, node.end)

@@ -471,11 +471,11 @@ class PrefixCache:
             self.storage.was_read(done)
             self._measure(Tier.STORAGE, family, done)
             return
-        for move in self.transfers.acknowledge(done):
+        for move, answer in self.transfers.acknowledge(done):
             if move.source.tier is Tier.HOST and move.target is not None:
-                self._measure(Tier.HOST, move.source.family_index, done)
+                self._measure(Tier.HOST, move.source.family_index, answer)
             if move.target is None:
-                self.storage.was_written(done)
+                self.storage.was_written(answer)
             self._writer.arrived_on_host(move)
             for node in dict.fromkeys(spot.node for spot in move.spots):
                 self.publisher.offer_path(nearest_attached(node))

@@ -53,7 +53,10 @@ class Onboarding:
             return Refusal.NO_ROOM
         self._share(lease, coming)
         for family, found in missing.items():
-            self._load(lease, family, found, overlaps)
+            # Copies to an ordered plane are settled in the order of their pages.
+            is_ordered = self._layout.device[family].is_ordered
+            for run in _runs(found) if is_ordered else (found,):
+                self._load(lease, family, run, overlaps)
         if overlaps:
             first = min(page for _, page, _ in lease.onboarding)
             lease.num_published_pages = min(lease.num_published_pages, first)
@@ -99,3 +102,13 @@ class Onboarding:
             lease.resumed[family] = units[-1]
         else:
             lease.tables[family][pages] = units
+
+
+def _runs(found: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Split into consecutive pages: copies in progress bring those between."""
+    runs: list[list[tuple[int, int]]] = []
+    for page, unit in found:
+        if not runs or runs[-1][-1][0] != page - 1:
+            runs.append([])
+        runs[-1].append((page, unit))
+    return runs

@@ -68,6 +68,8 @@ class UnitTransfers:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._moves: dict[CopyId, Move] = {}
+        self._ended: dict[CopyId, CopyDone] = {}
+        """Copies that have ended, but are settled after others."""
         self._outbox: list[Copy] = []
         self._next_id = 1
         self.moving: set[tuple[int, int]] = set()
@@ -143,27 +145,52 @@ class UnitTransfers:
         self._moves[copy_id].leases.append(lease)
         lease.num_loads += 1
 
-    def acknowledge(self, done: CopyDone) -> list[Move]:
-        """A copy has ended. Returns the copies that are settled with it. None if it is unknown, or
-        if others of its hand-over are still in progress; both of its ends then stay held."""
+    def acknowledge(self, done: CopyDone) -> list[tuple[Move, CopyDone]]:
+        """A copy has ended. Returns the copies that are settled now, with their answers. None if it
+        is unknown, or if others that are settled with it or before it are still in progress; both
+        of its ends then stay held."""
         move = self._moves.get(done.copy_id)
         if move is None:
             return []
         handover = move.handover
         if handover is None:
-            return [self._settle(done)]
+            self._ended[done.copy_id] = done
+            return self._settle_in_order()
         handover.answers[done.copy_id] = done
         if len(handover.answers) < len(handover.copy_ids):
             return []
         return [self._settle(handover.answers[copy_id]) for copy_id in handover.copy_ids]
 
-    def handed_over_with(self, copy_id: CopyId) -> tuple[CopyId, ...]:
-        """Copies in progress that are acknowledged together with this one, including itself; for
-        tests."""
-        handover = self._moves[copy_id].handover
-        return (copy_id,) if handover is None else tuple(handover.copy_ids)
+    def waits_for(self, copy_id: CopyId) -> set[CopyId]:
+        """Copies in progress that are settled with this one, or before it.
 
-    def _settle(self, done: CopyDone) -> Move:
+        On an ordered plane, a page is not findable before the pages above it. Until then its source
+        stays held: otherwise the page could be lost on the host, with units that a lease holds. A
+        lease that waits for the page waits for those above it, so it is not delayed.
+        """
+        move = self._moves[copy_id]
+        if move.handover is not None:
+            return set(move.handover.copy_ids)
+        if move.target is None or not move.target.is_ordered:
+            return set()
+        return {
+            other_id
+            for other_id, other in self._moves.items()
+            if other.target is move.target
+            and other.spots[0].depth < move.spots[0].depth
+            and any(lease in other.leases for lease in move.leases)
+        }
+
+    def _settle_in_order(self) -> list[tuple[Move, CopyDone]]:
+        """Settle the copies that have ended and wait for no others, from the top of the tree."""
+        from_top = sorted(self._ended, key=lambda copy_id: self._moves[copy_id].spots[0].depth)
+        return [
+            self._settle(self._ended.pop(copy_id))
+            for copy_id in from_top
+            if not self.waits_for(copy_id)
+        ]
+
+    def _settle(self, done: CopyDone) -> tuple[Move, CopyDone]:
         """Publish what arrived and release both ends."""
         move = self._moves.pop(done.copy_id)
         pools = self._index.pools
@@ -188,7 +215,7 @@ class UnitTransfers:
         for lease in move.leases:
             lease.num_loads -= 1
             lease.has_failed |= num_failed > 0
-        return move
+        return move, done
 
     def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Units) -> Units:
         if not source.is_ordered:
@@ -209,22 +236,14 @@ class UnitTransfers:
         places = first + (there == ABSENT).nonzero()[0]
         if len(places) == 0:
             return
-        begin = int(places[0])
-        if not plane.is_ordered or self._index.has_unit_above(node, begin, plane.index):
-            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-                self._index.add(node, plane.index, run, units[run - first])
-            return
-        # The page before it is gone, or will arrive with another copy that a lease waits for. A
-        # lease that has the pages publishes them with its next one.
-        for place in places.tolist():
-            depth = node.first + place
-            for lease in self._holders(move, plane, depth, int(units[place - first])):
-                lease.num_published_pages = min(lease.num_published_pages, depth)
+        if plane.is_ordered and not self._index.has_unit_above(node, int(places[0]), plane.index):
+            return  # its copy failed, or it was evicted after the requests that held it had ended
+        for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+            self._index.add(node, plane.index, run, units[run - first])
 
     def _hold_path(self, move: Move, plane: Plane, lease: Lease) -> None:
         """Before a lease's units become findable, it holds what others have put above them or in
-        their place: a held unit must have only held units above it. Its copies arrive in any order,
-        so its own units above may arrive later, and too late to be published."""
+        their place: a held unit must have only held units above it."""
         if not lease.is_open:
             return
         table = lease.tables[plane.family_index]
@@ -241,16 +260,6 @@ class UnitTransfers:
         if len(others):
             self._index.pools[plane.index].hold(others)
             lease.duplicates += ((plane.index, others),)
-
-    def _holders(self, move: Move, plane: Plane, depth: int, unit: int) -> list[Lease]:
-        """The waiting leases of a copy that have this unit for a page."""
-        return [
-            lease
-            for lease in move.leases
-            if lease.is_open
-            and depth < len(lease.tables[plane.family_index])
-            and lease.tables[plane.family_index][depth] == unit
-        ]
 
     def _distrust(self, move: Move, done: CopyDone) -> None:
         """Units that could not be read from the host must not be found again."""

@@ -44,7 +44,7 @@ NEAR = {
     "cache/index.py": ["cache/test_tiers.py"],
     "cache/keeping.py": ["scheduler/test_storage_bursts.py", "cache/test_tiers.py"],
     "cache/keys.py": ["cache/test_namespaces.py"],
-    "cache/onboarding.py": ["scheduler/test_reuse.py"],
+    "cache/onboarding.py": ["cache/test_tiers.py", "scheduler/test_reuse.py"],
     "cache/prefetch.py": [
         "cache/test_tiers.py",
         "scheduler/test_reuse.py",

@@ -860,8 +860,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Tiers
     _cache(
         "transfers",
-        "if not plane.is_ordered or self._index.has_unit_above(node, begin, plane.index):",
-        "if True:",
+        "if plane.is_ordered and not self._index.has_unit_above(",
+        "if False and not self._index.has_unit_above(",
         "a page arrives after one that has gone",
     ),
     _cache(
@@ -878,8 +878,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "transfers",
-        "if handover is None:\n            return [self._settle(done)]",
-        "if True:\n            return [self._settle(done)]",
+        "if handover is None:",
+        "if handover is not None:\n            return [self._settle(done)]\n        if True:",
         "each copy of a hand-over is acknowledged alone",
     ),
     _cache(
@@ -893,6 +893,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._counts_arrivals = plane.tier is Tier.HOST",
         "self._counts_arrivals = False",
         "what has just come to the host goes first",
+    ),
+    _cache(
+        "onboarding",
+        "for run in _runs(found) if is_ordered else (found,):",
+        "for run in (found,):",
+        "pages below and above those of another's copy arrive in one, which is never in its order",
     ),
     _cache("writeback", "(index, unit) not in moving and", "", "a page under way is copied again"),
     _cache(
@@ -959,7 +965,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "self._measure(Tier.HOST, move.source.family_index, done)",
+        "self._measure(Tier.HOST, move.source.family_index, answer)",
         "pass",
         "a slow host is never noticed",
     ),
@@ -1037,8 +1043,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "transfers",
-        "lease.num_published_pages = min(lease.num_published_pages, depth)",
-        "pass",
+        "if not self.waits_for(copy_id)",
+        "",
         "a page that came before the one above it is never published, and leaves a hole",
     ),
     _cache(

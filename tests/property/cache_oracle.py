@@ -27,7 +27,7 @@ from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
 from manyroots.cache.prefetch import MOST_QUESTIONS, Share, Ticket
 from manyroots.cache.quick_audit import QuickAudit
-from manyroots.ids import Namespace, StepId, Tier
+from manyroots.ids import CopyId, Namespace, StepId, Tier
 from manyroots.step import Copy
 from tests.helpers.cache_harness import (
     ADAPTER_A,
@@ -210,8 +210,8 @@ class Machine:
         """By copy from storage: namespaces that were evicted since it was asked for."""
         self.copied: dict[int, list[Path | None]] = {}
         """By copy: what it copies."""
-        self.answered: dict[int, tuple[Copy, list[bool]]] = {}
-        """By copy that has ended: how, till the others of its hand-over have."""
+        self.answered: dict[CopyId, tuple[Copy, list[bool]]] = {}
+        """By copy that has ended: how, till it is settled."""
         self.unsure: set[Path] = set()
         """Of those: paths that lost something while it was under way."""
         self.kept: list[tuple[Keep, Resident]] = []
@@ -461,22 +461,26 @@ class Machine:
         contents = self.hand.under_way[copy.copy_id][1]
         good = [bool(arrived >> i % 8 & 1) and contents[i] != () for i in range(count)]
         known = {path[:n] for _, path in self.now for n in range(1, len(path) + 1)}
-        together = {copy.copy_id}
+        needs = {i: self.cache.transfers.waits_for(i) for i in self.answered}
         if copy.source is Tier.STORAGE:
             tickets = self.cache.prefetcher.tickets()
             ticket = next(ticket for ticket in tickets if copy.copy_id in ticket.units)
             self.hand.acknowledge(copy, good)
             self.note_questions(ticket, self.asked[copy.copy_id])
         else:
-            together.update(self.cache.transfers.handed_over_with(copy.copy_id))
+            needs[copy.copy_id] = self.cache.transfers.waits_for(copy.copy_id)
             self.hand.acknowledge(copy, good)
         lost, gained = self.changed("acknowledge")
         self.answered[copy.copy_id] = (copy, good)
-        if together <= self.answered.keys():
-            self.check_arrival([self.answered.pop(i) for i in together], known, lost, gained)
+        waiting = set(self.hand.under_way)
+        while late := {i for i in needs.keys() - waiting if needs[i] & waiting}:
+            waiting |= late
+        settled = sorted(self.answered.keys() - waiting)
+        if settled:
+            self.check_arrival([self.answered.pop(i) for i in settled], known, lost, gained)
         else:
             assert not lost
-            assert not gained, "found before the rest of its hand-over has arrived"
+            assert not gained, "found before a copy that it waits for has arrived"
         self.drop_failed()
 
     def note_questions(self, ticket: Ticket, evicted: set[Namespace]) -> None:
@@ -709,14 +713,15 @@ class Machine:
         self, answers: list[tuple[Copy, list[bool]]], known: set[Path], lost: Resident,
         gained: Resident,
     ) -> None:  # fmt: skip
-        """Copies that are acknowledged together have ended."""
+        """Copies that are settled together have ended."""
+        first = len(self.layout.device) if answers[0][0].target is Tier.HOST else 0
         if len(answers) > 1:
-            assert all(copy.target is Tier.HOST for copy, _ in answers)
-            families = {copy.family + len(self.layout.device) for copy, _ in answers}
+            assert len({copy.target for copy, _ in answers}) == 1
+            families = {copy.family + first for copy, _ in answers}
             assert {plane for plane, _ in gained} <= families
         for family in {copy.family for copy, _ in answers}:
             mine = [(copy, good) for copy, good in answers if copy.family == family]
-            plane = family + len(self.layout.device)
+            plane = family + first
             ours = {e: unit for e, unit in gained.items() if e[0] == plane}
             is_alone = len(answers) == 1
             self.check_family(mine, known, lost, gained if is_alone else ours)

@@ -93,6 +93,12 @@ def test_r02_n22_pages_after_an_evicted_one_of_an_adapter_do_not_follow_the_base
     Walk.of(100010874).run()
 
 
+def test_r02_t09_a_page_that_arrives_before_the_one_above_it_is_not_lost_on_the_host() -> None:
+    """R02, T09: a request loaded two pages, and the later one arrived first. Its host copy was
+    evicted, and with it the tree lost the window's unit that the request held."""
+    Walk.of(220011534).run()
+
+
 def test_a_walk_means_the_same_every_time_and_is_told_as_code_that_replays_it() -> None:
     walk = Walk.of(7)
     assert walk == Walk.of(7)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from manyroots.cache.audit import audit
@@ -494,6 +496,72 @@ def test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order(first_prompt:
     hand.settle()
     assert held(hand) == [0, 0]
     assert hand.found(KEY, PROMPT) == 4
+
+
+def test_t09_a_page_that_arrives_before_the_one_above_it_is_not_lost_on_the_host() -> None:
+    """T09, H02: a request waits for a page that another loads and for one of its own, which arrives
+    first. It can't be found on the device yet, so its host copy stays: without it the tree would
+    lose the page, with the window's unit that the request holds."""
+    hand = CacheHarness(
+        Capacity(FULL_ATTENTION, 16, 16), Capacity(window(2, page_size=2), 16, 16)
+    )  # fmt: skip
+    hand.serve(KEY, PROMPT[:5])
+    hand.settle()
+    cache, (full, _, host, _) = hand.cache, hand.layout.planes
+    cache.evictors[full.index].evict(2)
+    other, last = (hand.claim(KEY, prompt) for prompt in (PROMPT[:3], PROMPT[:5]))
+    for waiting in (other, last):
+        assert cache.onboard(waiting.held) is None
+    shared, own = hand.take_copies()
+    hand.acknowledge(own)
+    cache.evictors[host.index].evict(cache.index.pools[host.index].num_cached)
+    audit(cache)
+    assert hand.found(KEY, PROMPT[:5]) == 4
+    assert not last.held.is_ready
+    hand.acknowledge(shared)
+    audit(cache)
+    assert last.held.is_ready
+    another = hand.claim(KEY, PROMPT[:5])
+    assert another.held.is_ready  # both pages are found on the device at once
+    hand.plan(last)
+    hand.commit()
+    for sequence in (other, last, another):
+        hand.end(sequence)
+    hand.settle()
+    assert held(hand) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_t09_pages_are_found_again_in_whatever_order_their_loads_end(
+    order: tuple[int, ...],
+) -> None:
+    """T09: a request loads a page and is aborted; the device loses the page above it. The next
+    request shares this load, and loads the page above and the one below."""
+    hand = tiered()
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand, keep=1)
+    aborted = hand.claim(KEY, PROMPT[:5])
+    assert hand.cache.onboard(aborted.held) is None
+    hand.end(aborted, Ending.DROPPED)
+    push_out(hand)
+    waiting = hand.claim(KEY, PROMPT)
+    assert hand.cache.onboard(waiting.held) is None
+    copies = under_way(hand)
+    assert len(copies) == len(order)
+    host = hand.layout.host[0].index
+    for which in order:
+        assert not waiting.held.is_ready
+        hand.acknowledge(copies[which])
+        hand.cache.evictors[host].evict(hand.cache.index.pools[host].num_cached)
+        audit(hand.cache)
+        assert hand.found(KEY, PROMPT) == 6
+    assert waiting.held.is_ready
+    another = hand.claim(KEY, PROMPT)
+    assert another.held.is_ready
+    for sequence in (waiting, another):
+        hand.end(sequence)
+    assert held(hand) == [0, 0]
 
 
 def test_p03_a_failed_step_leaves_nothing_on_the_device_behind_what_it_takes_back() -> None:

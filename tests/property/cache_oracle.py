@@ -33,6 +33,7 @@ from tests.helpers.cache_harness import (
     ADAPTER_A,
     BASE,
     CacheHarness,
+    Content,
     Path,
     Sequence,
     Step,
@@ -48,8 +49,13 @@ from tests.helpers.cache_harness import (
 
 NUM_CALLS = 200
 MOST_TOKENS = 12
+MOST_PROMPT = 10
+MOST_MISSES = 1000
+"""Tries in a row that make a failing walk no shorter."""
 SALTED = Namespace(adapter=ADAPTER_A.adapter, salt="tenant")
 NAMESPACES = (BASE, ADAPTER_A, SALTED)
+NUM_KEYS = 5
+"""See `Machine.key`."""
 MIXES = (
     ("full",), ("full", "window"), ("full", "recurrent"), ("full", "window", "recurrent"),
     ("window",), ("recurrent",), ("window", "wide"), ("full", "window", "wide"),
@@ -74,6 +80,8 @@ class Setting(NamedTuple):
     write_back: WriteBack
     size: int
     options: int
+    has_warm_storage: bool = False
+    """Whether storage has every prompt's pages at the start, as a restarted server finds it."""
 
 
 class Call(NamedTuple):
@@ -105,10 +113,31 @@ class Walk:
             options=rng.randint(0, 7),
         )
         calls = [
-            Call(rng.choice(ACTIONS), rng.randint(0, 15), rng.randint(0, 255), rng.randint(1, 10))
+            Call(
+                rng.choice(ACTIONS),
+                rng.randint(0, 15),
+                rng.randint(0, 255),
+                rng.randint(1, MOST_PROMPT),
+            )
             for _ in range(num_calls)
         ]
-        return cls(setting, tuple(calls))
+        walk = cls(setting, tuple(calls))
+        # Draws of its own: the other walks are those that their seeds gave before.
+        warm = random.Random(f"has_warm_storage {seed}")
+        return walk._warmed(warm) if warm.random() < 0.25 else walk
+
+    def _warmed(self, rng: random.Random) -> Walk:
+        """With storage that has pages, more questions to it, and a device that evicts more."""
+        setting = self.setting._replace(
+            device=rng.randint(0, 2),
+            host=self.setting.host or 9,
+            options=self.setting.options | 1,
+            has_warm_storage=True,
+        )
+        calls = [
+            call._replace(action="prefetch") if rng.random() < 0.1 else call for call in self.calls
+        ]
+        return Walk(setting, tuple(calls))
 
     def run(self, whole_audit_every: int = 1) -> Machine:
         """`whole_audit_every`: see `QuickAudit`."""
@@ -127,18 +156,17 @@ class Walk:
         return None
 
     def shortest(self) -> Walk:
-        """As few of its calls as fail in the same way, by leaving out runs of them in turn."""
+        """Few of its calls that fail in the same way. Leaves out one to three at random, until many
+        tries in a row find nothing. A call means something else without one before it, so leaving
+        out calls one by one stops early."""
         wanted, calls = _place_of(self.failure()), self.calls
-        length = len(calls) // 2
-        while length:
-            at = 0
-            while at < len(calls):
-                fewer = calls[:at] + calls[at + length :]
-                if _place_of(Walk(self.setting, fewer).failure()) == wanted:
-                    calls = fewer
-                else:
-                    at += length
-            length //= 2
+        rng, num_misses = random.Random(0), 0
+        while calls and num_misses < MOST_MISSES:
+            left_out = rng.choices(range(len(calls)), k=rng.randint(1, 3))
+            fewer = tuple(call for i, call in enumerate(calls) if i not in left_out)
+            num_misses += 1
+            if _place_of(Walk(self.setting, fewer).failure()) == wanted:
+                calls, num_misses = fewer, 0
         return Walk(self.setting, calls)
 
     def __str__(self) -> str:
@@ -181,7 +209,7 @@ class Machine:
     """Any calls that a scheduler could make, in any order; checked against plain dictionaries."""
 
     def __init__(self, setting: Setting, whole_audit_every: int = 1) -> None:
-        mix, page_size, device, host, write_back, size, options = setting
+        mix, page_size, device, host, write_back, size, options, is_warm = setting
         pages = 1 + 6 // page_size + device
         self.ran: Counter[str] = Counter()
         """How often each rule ran."""
@@ -199,6 +227,8 @@ class Machine:
             policies=self.policies,
         )  # fmt: skip
         self.cache, self.layout = self.hand.cache, self.hand.layout
+        if is_warm:
+            self.hand.storage |= self.pages_of_prompts()
         self.audit = QuickAudit(self.cache, whole_audit_every)
         self.sequences: list[Sequence] = []
         self.announced: dict[StepId, Resident] = {}
@@ -240,7 +270,9 @@ class Machine:
         elif action == "evict_namespace" and b < 64:
             self.evict_namespace(NAMESPACES[a % 3])
         elif action == "prefetch" and self.policies.uses_storage:
-            self.prefetch(a % 5, b, c, (Share.ANY, Share.WHOLE, Share.WHOLE, Share.NONE)[a % 4])
+            self.prefetch(
+                a % NUM_KEYS, b, c, (Share.ANY, Share.WHOLE, Share.WHOLE, Share.NONE)[a % 4]
+            )
         elif action == "keep" and self.layout.host and len(self.kept) < 4:
             self.keep((0, 0, 0, 0, 1, 2, 3, 4)[a % 8], b, c)
         elif action == "let_go" and self.kept:
@@ -248,7 +280,7 @@ class Machine:
         elif action == "guess" and self.guessing():
             self.guess(a, [b >> i & 1 for i in range(1 + c % 4)])
         elif action == "lookup":
-            self.lookup(a % 5, b, c)
+            self.lookup(a % NUM_KEYS, b, c)
         elif len(self.hand.steps) > 1:
             self.commit()
         elif not any(s.held.is_ready for s in self.sequences) and len(self.sequences) < 4:
@@ -812,6 +844,19 @@ class Machine:
         return {entry: unit for entry, unit in entries if self.now.get(entry) == unit}
 
     # Odds and ends
+
+    def pages_of_prompts(self) -> dict[tuple[int, bytes], Content]:
+        """What storage has of every prompt under every key, by family and hash."""
+        size = self.hand.page_size
+        paths = {
+            path_of(self.key(number), prompt(bits, MOST_PROMPT), num_pages, size)
+            for number, bits in product(range(NUM_KEYS), range(len(PATTERNS)))
+            for num_pages in range(1, 1 + MOST_PROMPT // size)
+        }
+        return {
+            (plane.index, page_hash(path, size)): content_of(path, plane.family.is_state)
+            for plane, path in product(self.layout.device, paths)
+        }
 
     def key(self, number: int) -> PrefixKey:
         if number < len(NAMESPACES):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache as memoized
 from itertools import product
@@ -50,7 +51,7 @@ from tests.helpers.cache_harness import (
 NUM_CALLS = 200
 MOST_TOKENS = 12
 MOST_PROMPT = 10
-MOST_MISSES = 1000
+MOST_MISSES = 300
 """Tries in a row that make a failing walk no shorter."""
 SALTED = Namespace(adapter=ADAPTER_A.adapter, salt="tenant")
 NAMESPACES = (BASE, ADAPTER_A, SALTED)
@@ -156,13 +157,17 @@ class Walk:
         return None
 
     def shortest(self) -> Walk:
-        """Few of its calls that fail in the same way. Leaves out one to three at random, until many
-        tries in a row find nothing. A call means something else without one before it, so leaving
-        out calls one by one stops early."""
+        """Few of its calls that fail in the same way. Leaves out a run of them or one to three
+        others at random, until many tries in a row find nothing. A call means something else
+        without one before it, so leaving out calls one by one stops early."""
         wanted, calls = _place_of(self.failure()), self.calls
+        assert wanted is not None
         rng, num_misses = random.Random(0), 0
         while calls and num_misses < MOST_MISSES:
-            left_out = rng.choices(range(len(calls)), k=rng.randint(1, 3))
+            left_out: Collection[int] = rng.choices(range(len(calls)), k=rng.randint(1, 3))
+            if rng.random() < 0.5:
+                begin = rng.randrange(len(calls))
+                left_out = range(begin, begin + rng.randint(1, 1 + len(calls) // 4))
             fewer = tuple(call for i, call in enumerate(calls) if i not in left_out)
             num_misses += 1
             if _place_of(Walk(self.setting, fewer).failure()) == wanted:
@@ -504,10 +509,11 @@ class Machine:
             self.hand.acknowledge(copy, good)
         lost, gained = self.changed("acknowledge")
         self.answered[copy.copy_id] = (copy, good)
-        waiting = set(self.hand.under_way)
+        ended = self.answered.keys()
+        waiting = {other for others in needs.values() for other in others} - ended
         while late := {i for i in needs.keys() - waiting if needs[i] & waiting}:
             waiting |= late
-        settled = sorted(self.answered.keys() - waiting)
+        settled = sorted(ended - waiting)
         if settled:
             self.check_arrival([self.answered.pop(i) for i in settled], known, lost, gained)
         else:

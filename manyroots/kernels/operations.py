@@ -129,6 +129,7 @@ class CompressedOps(Protocol):
         chosen: Tensor | None,
         sinks: Tensor,
         scale: float,
+        angles: Any,
     ) -> Tensor: ...
 
 

@@ -173,10 +173,8 @@ class CompressedAttention:
             chosen = self.compressor(x, latents, own, own_steps, step, angles)
             entries = KeyRows(memory[2], steps[2], None)
         keys = KeyRows(memory[0], steps[0], spec.window)
-        attended = kernels.attend_rows(q, keys, entries, chosen, self._sinks, spec.scale)
-        # A row is key and value, so values are rotated; back by the query's position, what is left
-        # is the distance.
-        attended = kernels.rotate_last(attended, angles, back=True)
+        # Values are rotated; back by the query's position, what is left is the distance.
+        attended = kernels.attend_rows(q, keys, entries, chosen, self._sinks, spec.scale, angles)
         return self.out_b(self._by_groups(attended), step)
 
     def _by_groups(self, attended: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 from tests.gpu.latent_times import GPU, Without, microseconds, off, randn
 
 HEADS, DIM, INDEX_DIM, WINDOW, NUM_CHOSEN, PAGE = 64, 512, 128, 128, 512, 128
+PAIRS = 32
+"""Of a head's numbers, that are rotated."""
 STREAMS, HIDDEN = 4, 4096
 QUERIES, CONTEXT = 8192, 20_443
 RAGGED = ([300, 1, 129, 0], [5, 130, 700, 1], [5, 500, 700, 257])
@@ -135,13 +137,14 @@ class Attention(Case):
             chosen = chosen.masked_fill(n >= ready[:, None], 2.0).argsort(1)[:, :most]
             chosen = chosen.masked_fill(n[:most] >= ready[:, None], -1)
         sinks = randn(HEADS, seed=6).float()
-        return q, keys, entries, chosen, sinks, DIM**-0.5
+        angles = RopeTable.at(step.token_lens.long() - 1, rand(PAIRS, seed=12), 1.0)
+        return q, keys, entries, chosen, sinks, DIM**-0.5, angles
 
     def check(self) -> str:
         found = []
         for ragged in (True, False):
             arguments = self._make(ragged)
-            q, keys, entries, chosen, sinks, scale = arguments
+            q, keys, entries, chosen, sinks, scale, angles = arguments
             ours = triton_attend.attend_rows(*arguments)
             at = torch.randperm(len(q), generator=torch.Generator().manual_seed(1))[:SAMPLED]
             at = at.to(GPU)
@@ -149,7 +152,7 @@ class Attention(Case):
                 q[at].float(), KeyRows(keys.pages, sampled(keys.step, at), keys.window),
                 None if entries is None
                 else KeyRows(entries.pages, sampled(entries.step, at), None),
-                None if chosen is None else chosen[at], sinks, scale,
+                None if chosen is None else chosen[at], sinks, scale, angles.rows(at),
             )  # fmt: skip
             found.append(off(ours[at], right))
             assert found[-1] < ALLOWED, f"off {found}"
@@ -283,7 +286,7 @@ class Rest(Case):
         """Names, calls and bytes."""
         step, queries = step_of(1, [], [QUERIES], [CONTEXT]), randn(QUERIES, HEADS, DIM, seed=1)
         positions = step.token_lens.long() - 1
-        table = RopeTable.at(positions, rand(32, seed=12), 1.0)
+        table = RopeTable.at(positions, rand(PAIRS, seed=12), 1.0)
         keys, kv = rows_of(step, DIM, 1), randn(QUERIES, DIM, seed=2)
         norm = RowNorm(randn(DIM, seed=3), 1e-6)
         slots = slots_of(step, positions)
@@ -293,10 +296,8 @@ class Rest(Case):
         small = randn(QUERIES, HEADS, INDEX_DIM, seed=6)
         terms = randn(QUERIES, 6, HIDDEN, seed=7).float().transpose(0, 1)
         found: list[tuple[str, Callable[[], Any], int]] = [
-            ("rotate queries back", partial(triton_rows.rotate_last, queries, table, back=True),
-             2 * queries.nbytes),
             ("rotate the index's", partial(triton_rows.rotate_last, small, table, back=False),
-             2 * small.nbytes),
+             4 * QUERIES * HEADS * 2 * PAIRS),
             ("norm, rotate, write",
              partial(triton_rows.normed_write, queries, kv, table, norm, keys.pages, slots),
              2 * (queries.nbytes + kv.nbytes)),

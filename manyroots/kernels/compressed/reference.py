@@ -123,9 +123,11 @@ def attend_rows(
     chosen: Tensor | None,
     sinks: Tensor,
     scale: float,
+    angles: RopeTable,
 ) -> Tensor:
     """What queries [tokens, heads, dim] attend to: keys of their windows, and entries, all or those
-    chosen. A row is key and value. `sinks` [heads] take weight and give nothing."""
+    chosen. A row is key and value, so values are rotated; the result is rotated back by each
+    query's own `angles`. `sinks` [heads] take weight and give nothing."""
     out = torch.empty_like(q)
     dim = q.shape[2]
     for own in keys.step.sequences:
@@ -143,4 +145,4 @@ def attend_rows(
             rows = torch.cat(seen).float()
             scores = torch.cat((q[token].float() @ rows.T * scale, sinks.float()[:, None]), dim=1)
             out[token] = (scores.softmax(1)[:, :-1] @ rows).to(q.dtype)
-    return out
+    return rotate_last(out, angles, back=True)

@@ -145,9 +145,11 @@ def attend_rows(
     chosen: Tensor | None,
     sinks: Tensor,
     scale: float,
+    angles: RopeRows,
 ) -> Tensor:
     """What queries [tokens, heads, dim] attend to: keys of their windows, and entries, all or those
-    chosen. A row is key and value. `sinks` [heads] take weight and give nothing."""
+    chosen. A row is key and value, so values are rotated; the result is rotated back by each
+    query's own `angles`. `sinks` [heads] take weight and give nothing."""
     out = torch.empty_like(q)
     for own in keys.step.sequences:
         count = 0 if entries is None else own.context_len // entries.step.group
@@ -163,7 +165,7 @@ def attend_rows(
             )
             shares = with_sinks.softmax(2)[..., :-1].to(q.dtype)
             out[block.tokens] = torch.matmul(shares, rows)
-    return out
+    return rotate_last(out, angles, back=True)
 
 
 def _seen(

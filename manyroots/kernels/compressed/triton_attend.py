@@ -16,6 +16,7 @@ from torch import Tensor
 
 from manyroots.kernels.compressed import triton_hopper
 from manyroots.kernels.compressed.inputs import KeyRows
+from manyroots.kernels.compressed.triton_rows import rotate_last
 from manyroots.kernels.latent.triton_decode import LEAST, LOG2_E, MULTIPROCESSORS
 from manyroots.kernels.latent.triton_rows import padded
 from manyroots.kernels.launch import (
@@ -25,6 +26,7 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 
 MOST_PARTS = 16
 """Most parts of the rows that a query sees."""
@@ -152,17 +154,19 @@ def attend_rows(
     chosen: Tensor | None,
     sinks: Tensor,
     scale: float,
+    angles: RopeTable,
 ) -> Tensor:
     """What queries [tokens, heads, dim] attend to: keys of their windows, and entries, all or those
-    chosen. A row is key and value. `sinks` [heads] take weight and give nothing."""
+    chosen. A row is key and value, so values are rotated; the result is rotated back by each
+    query's own `angles`. `sinks` [heads] take weight and give nothing."""
     num_tokens, heads, dim = q.shape
     device, is_exact = q.device, q.dtype == torch.float32
     block = min(16 if is_exact else HEADS, padded(heads, LEAST))
     blocks = -(-heads // block)
     # Enough parts to fill the chip about twice.
     parts = min(MOST_PARTS, padded(-(-2 * MULTIPROCESSORS // (num_tokens * blocks))))
-    if parts == 1 and triton_hopper.is_for(q, keys, entries):
-        return triton_hopper.attend_rows(q, keys, entries, chosen, sinks, scale)
+    if parts == 1 and triton_hopper.is_for(q, keys, entries, angles):
+        return triton_hopper.attend_rows(q, keys, entries, chosen, sinks, scale, angles)
     is_many = parts == 1 and has_shared_memory(device)
     rows = 16 if is_exact else TOKENS_OF_MANY if is_many else TOKENS
     out = torch.empty(num_tokens, heads, dim, dtype=q.dtype, device=device)
@@ -183,4 +187,4 @@ def attend_rows(
         NUM_SPLITS=parts, num_warps=4 if block <= 16 else 8, num_stages=2,
         **launch_options(device),
     )  # fmt: skip
-    return out
+    return rotate_last(out, angles, back=True)

@@ -7,7 +7,8 @@ chosen. Eight warps compute; a row is key and value. A tile's scores are multipl
 values of the tile before it, so that matrix instructions wait only for weights. Scores are in units
 of log2, because the chip computes exp2.
 
-Places after a query's last row hold that row again, with no weight.
+Places after a query's last row hold that row again, with no weight. Results are rotated back in
+registers, before they are stored.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from manyroots.kernels.attention.triton_hopper import _barriers, _num_multiprocessors
 from manyroots.kernels.compressed.inputs import KeyRows
 from manyroots.kernels.launch import is_hopper
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 
 LOG2_E = math.log2(math.e)
 DIM = 512
@@ -213,9 +215,27 @@ def _count(found, key_tiles, tile):
 
 
 @gluon.jit
+def _rotated_back(x, cos, sin, token, PAIRS: gl.constexpr, layout: gl.constexpr):
+    """The right half of what heads attended to, its last 2 * PAIRS numbers rotated back."""
+    d = gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    place = d - (HALF - 2 * PAIRS)
+    at = token.to(gl.int64) * PAIRS + place // 2
+    is_rotated = place >= 0
+    c = gl.load(cos + at, mask=is_rotated, other=1.0)
+    s = gl.load(sin + at, mask=is_rotated, other=0.0)
+    s = gl.where(d % 2 == 0, s, -s)
+    # Neighbours are registers of one thread, so nothing moves.
+    first, second = gl.split(x.reshape([HEADS, HALF // 2, 2]))
+    other = gl.join(second, first).reshape([HEADS, HALF])
+    other = gl.convert_layout(other, layout, assert_trivial=True)
+    return x * c[None, :] + other * s[None, :]
+
+
+@gluon.jit
 def _attend(
-    queries, ring, weights_at, sinks, out, lens, seqs, most, scale, log2_e, num_items,
+    queries, ring, weights_at, sinks, cos, sin, out, lens, seqs, most, scale, log2_e, num_items,
     BLOCKS: gl.constexpr, WINDOW: gl.constexpr, GROUP: gl.constexpr, IS_CHOSEN: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The role of the computing warps."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, ROWS // 2, 16])
@@ -264,6 +284,7 @@ def _attend(
         left = gl.where(found[3] > 0, left * factor, 0.0)
         right = gl.where(found[3] > 0, right * factor, 0.0)
         gl.store(to, left.to(out.dtype.element_ty))
+        right = _rotated_back(right, cos, sin, found[0], PAIRS, o_layout)
         gl.store(to + HALF, right.to(out.dtype.element_ty))
         asked += 1
         item += gl.num_programs(0)
@@ -275,15 +296,15 @@ def _attend(
         "num_items", "key_table_row", "entry_table_row", "chosen_row", "most",
     ],
     do_not_specialize_on_alignment=[
-        "key_table", "entry_table", "seqs", "lens", "chosen", "sinks",
+        "key_table", "entry_table", "seqs", "lens", "chosen", "sinks", "cos", "sin",
     ],
 )  # fmt: skip
 def _prompt(
-    q_desc, keys, entries, chosen, sinks, key_table, entry_table, seqs, lens, out, scale, log2_e,
-    key_table_row, entry_table_row, key_page, key_row, entry_page, entry_row, chosen_row, most,
-    num_items,
+    q_desc, keys, entries, chosen, sinks, cos, sin, key_table, entry_table, seqs, lens, out, scale,
+    log2_e, key_table_row, entry_table_row, key_page, key_row, entry_page, entry_row, chosen_row,
+    most, num_items,
     BLOCKS: gl.constexpr, WINDOW: gl.constexpr, PAGE_SIZE: gl.constexpr, GROUP: gl.constexpr,
-    IS_CHOSEN: gl.constexpr,
+    IS_CHOSEN: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """`GROUP`: tokens of an entry; 0 without entries. `most`: entries that a query chooses."""
     dtype: gl.constexpr = q_desc.dtype
@@ -306,8 +327,8 @@ def _prompt(
     gl.warp_specialize(
         [
             (_attend, (
-                queries, ring, weights_at, sinks, out, lens, seqs, most, scale, log2_e, num_items,
-                BLOCKS, WINDOW, GROUP, IS_CHOSEN,
+                queries, ring, weights_at, sinks, cos, sin, out, lens, seqs, most, scale, log2_e,
+                num_items, BLOCKS, WINDOW, GROUP, IS_CHOSEN, PAIRS,
             )),
             (_copy, (
                 q_desc, queries, ring, own, others, chosen, chosen_row, lens, seqs, most,
@@ -318,15 +339,16 @@ def _prompt(
     )  # fmt: skip
 
 
-def is_for(q: Tensor, keys: KeyRows, entries: KeyRows | None) -> bool:
-    """Whether this kernel supports such queries and rows: bfloat16, 512 numbers, 64 heads or a
-    multiple, and rows that copies of 16 bytes reach."""
+def is_for(q: Tensor, keys: KeyRows, entries: KeyRows | None, angles: RopeTable) -> bool:
+    """Whether this kernel supports such queries and rows: bfloat16, 512 numbers of which at most
+    half are rotated, 64 heads or a multiple, and rows that copies of 16 bytes reach."""
     return (
         is_hopper(q.device)
         and q.dtype == keys.pages.dtype == torch.bfloat16
         and q.shape[2] == DIM
         and q.shape[1] % HEADS.value == 0
         and q.is_contiguous()
+        and 2 * angles.cos.shape[1] <= HALF.value
         and all(_is_aligned(rows.pages) for rows in (keys, entries) if rows is not None)
     )
 
@@ -343,9 +365,11 @@ def attend_rows(
     chosen: Tensor | None,
     sinks: Tensor,
     scale: float,
+    angles: RopeTable,
 ) -> Tensor:
     """What queries [tokens, heads, dim] attend to: keys of their windows, and entries, all or those
-    chosen. A row is key and value. `sinks` [heads] take weight and give nothing."""
+    chosen. A row is key and value, so values are rotated; the result is rotated back by each
+    query's own `angles`. `sinks` [heads] take weight and give nothing."""
     num_tokens, heads, _ = q.shape
     out = torch.empty_like(q)
     blocks = heads // HEADS.value
@@ -354,14 +378,14 @@ def attend_rows(
     # A plain launch: it starts when the kernel before it is done.
     _prompt[(min(num_items, _num_multiprocessors(q.device)),)](
         _describe(q.view(num_tokens * heads, DIM)), keys.pages, second.pages,
-        step.token_seqs if chosen is None else chosen, sinks, step.page_table,
-        second.step.page_table, step.token_seqs, step.token_lens, out, scale * LOG2_E, LOG2_E,
-        step.page_table.stride(0), second.step.page_table.stride(0), *keys.pages.stride()[:2],
-        *second.pages.stride()[:2],
+        step.token_seqs if chosen is None else chosen, sinks, angles.cos, angles.sin,
+        step.page_table, second.step.page_table, step.token_seqs, step.token_lens, out,
+        scale * LOG2_E, LOG2_E, step.page_table.stride(0), second.step.page_table.stride(0),
+        *keys.pages.stride()[:2], *second.pages.stride()[:2],
         *((0, 0) if chosen is None else (chosen.stride(0), chosen.shape[1])), num_items,
         BLOCKS=blocks, WINDOW=keys.window or 0, PAGE_SIZE=step.page_size,
         GROUP=0 if entries is None else entries.step.group, IS_CHOSEN=chosen is not None,
-        num_warps=WARPS.value,
+        PAIRS=angles.cos.shape[1], num_warps=WARPS.value,
     )  # fmt: skip
     return out
 

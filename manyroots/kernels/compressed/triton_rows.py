@@ -46,8 +46,7 @@ def _rotated_last(
 
 @triton.jit
 def _pairs(
-    x, factor, cos, sin, token, ok, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr,
-    BACK: tl.constexpr,
+    x, factor, cos, sin, token, ok, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr
 ):  # fmt: skip
     """Pairs of numbers that lie at pointers `x` [rows], times `factor` [rows, 1], rotated. Returns
     them as two tensors, where the first lie, and which there are."""
@@ -55,8 +54,6 @@ def _pairs(
     is_pair = place < PAIRS
     c = tl.load(cos + token * PAIRS + place, mask=is_pair, other=1.0)[None, :]
     s = tl.load(sin + token * PAIRS + place, mask=is_pair, other=0.0)[None, :]
-    if BACK:
-        s = -s
     at, ok = x[:, None] + 2 * place[None, :], ok[:, None] & is_pair[None, :]
     first = tl.load(at, mask=ok, other=0.0).to(tl.float32) * factor
     second = tl.load(at + 1, mask=ok, other=0.0).to(tl.float32) * factor
@@ -73,12 +70,14 @@ def _rotate(
     wait_for_inputs(DEPENDENT)
     token = tl.program_id(1)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    n = tl.arange(0, 2 * PAIRS_POW)
     own = x + token.to(tl.int64) * x_row + head * x_head + DIM - 2 * PAIRS
-    first, second, at, ok = _pairs(
-        own, 1.0, cos, sin, token, head < NUM_HEADS, PAIRS, PAIRS_POW, BACK
-    )
-    tl.store(own[:, None] + at, first.to(x.dtype.element_ty), mask=ok)
-    tl.store(own[:, None] + at + 1, second.to(x.dtype.element_ty), mask=ok)
+    at = own[:, None] + n[None, :]
+    ok = (head < NUM_HEADS)[:, None] & (n < 2 * PAIRS)[None, :]
+    # Pairs are loaded whole, so they are registers of one thread.
+    both = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    both = _rotated_last(both, cos, sin, token, HEADS, 2 * PAIRS, 2 * PAIRS_POW, PAIRS, BACK)
+    tl.store(at, both.to(x.dtype.element_ty), mask=ok)
 
 
 def rotate_last(x: Tensor, angles: RopeTable, *, back: bool) -> Tensor:
@@ -128,7 +127,7 @@ def _normed_write(
         tl.store(to[:, None] + d[None, :], (x * factor).to(out.dtype.element_ty), mask=ok)
         # Read again, from the cache: pairs of a row would have to change places among threads.
         first, second, at, ok = _pairs(
-            source + whole, factor, cos, sin, token, head < NUM_HEADS, PAIRS, PAIRS_POW, False
+            source + whole, factor, cos, sin, token, head < NUM_HEADS, PAIRS, PAIRS_POW
         )
         to = to[:, None] + whole + at
         tl.store(to, first.to(out.dtype.element_ty), mask=ok)

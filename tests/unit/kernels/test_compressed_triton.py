@@ -172,8 +172,9 @@ def test_f10_windows_and_entries_are_attended_to_as_by_the_reference(
             own = torch.randperm(number, generator=generator)[:num_chosen]
             chosen[token, : len(own)] = own
     q, sinks = randn(count, heads, dim, dtype=dtype, seed=2), randn(heads, seed=6)
-    ours = fast.attend_rows(q, keys, entries, chosen, sinks, dim**-0.5)
-    right = naive.attend_rows(q, keys, entries, chosen, sinks, dim**-0.5)
+    angles = rope(count, rotated)
+    ours = fast.attend_rows(q, keys, entries, chosen, sinks, dim**-0.5, angles)
+    right = naive.attend_rows(q, keys, entries, chosen, sinks, dim**-0.5, angles)
     assert_close("attention", ours, right, dtype)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.lora_ops.sites import LinearSite
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -135,9 +136,14 @@ class SparseMLP:
         return None
 
     def __call__(
-        self, x: NormedRows, step: Step, shared: ExpertWeights | None = None
+        self,
+        x: NormedRows,
+        step: Step,
+        shared: ExpertWeights | None = None,
+        of_shared: tuple[LinearSite, LinearSite] | None = None,
     ) -> DeferredOutput:
-        """`shared`: a block that all tokens go through, to be added; see `kernels/fused_moe`."""
+        """`shared`: a block that all tokens go through, to be added, and its sites; see
+        `kernels/fused_moe`."""
         if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)
@@ -148,7 +154,7 @@ class SparseMLP:
             chosen=self._given(step),
         )  # fmt: skip
         return DeferredOutput(
-            moe.experts(x, routing, self.experts.data, self._adapters(step), shared)
+            moe.experts(x, routing, self.experts.data, self._adapters(step, of_shared), shared)
         )
 
     def _given(self, step: Step) -> Tensor | None:
@@ -158,10 +164,12 @@ class SparseMLP:
         assert step.tokens is not None, "the decoder adds them"
         return self._table[step.tokens]
 
-    def _adapters(self, step: Step) -> ExpertAdapters | None:
+    def _adapters(
+        self, step: Step, of_shared: tuple[LinearSite, LinearSite] | None
+    ) -> ExpertAdapters | None:
         if step.lora is None or self.pooled is None:
             return None
-        return ExpertAdapters(*self.pooled, step.lora)
+        return ExpertAdapters(*self.pooled, step.lora, of_shared)
 
     def weights(self, name: str) -> Fills:
         """Destinations of a checkpoint's tensors for the block `name`."""

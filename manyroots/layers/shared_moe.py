@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.lora_ops.sites import LinearSite
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
@@ -43,8 +44,8 @@ class SharedExpertMLP:
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         x = whole_rows(x)
-        if self.gate is None and step.lora is None and (joined := self._joined(len(x))):
-            return self.sparse(x, step, joined)
+        if self.gate is None and (joined := self._joined(len(x), step)):
+            return self.sparse(x, step, joined, self._pooled)
         shared, chosen = self.shared(x, step), self.sparse(x, step)
         if self.gate is None:
             assert shared.factor == chosen.factor == 1.0
@@ -59,12 +60,20 @@ class SharedExpertMLP:
         gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)
         return DeferredOutput(chosen.finished(self._kernels) + gated)
 
-    def _joined(self, num_tokens: int) -> ExpertWeights | None:
+    @property
+    def _pooled(self) -> tuple[LinearSite, LinearSite] | None:
+        """The offsets of adapters' weights for the shared block's two products."""
+        gate_up, down = self.shared.gate_up.pooled, self.shared.down.pooled
+        return None if gate_up is None or down is None else (gate_up, down)
+
+    def _joined(self, num_tokens: int, step: Step) -> ExpertWeights | None:
         """The shared block as one more expert, if that is faster and its weights allow it."""
         block, spec, experts = self.shared, self._spec.shared, self.sparse.experts.data
         gate_up, down = block.gate_up.weight.data, block.down.weight.data
         if (
             num_tokens > self._kernels.fused_moe.MOST_JOINED_TOKENS
+            # Adapters may be limited to some products.
+            or (step.lora is not None and None in (self._pooled, self.sparse.pooled))
             or spec.activation is not experts.activation
             or spec.bias
             or not spec.is_gated

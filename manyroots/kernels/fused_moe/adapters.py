@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyroots.kernels.lora_ops.sites import LoraRows, PoolSite
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows, PoolSite
 
 PART_WIDTH = 5
 
@@ -27,3 +27,6 @@ class ExpertAdapters:
     down: ExpertSite
     rows: LoraRows
     """The slot of each token; a pair has its token's adapter."""
+    shared: tuple[LinearSite, LinearSite] | None = None
+    """The two products of a block that all tokens go through, in the same pool, if it is computed
+    together with experts."""

@@ -17,7 +17,7 @@ from manyroots.kernels.fused_moe.routing import (
     weights_by_expert,
 )
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
-from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.reference import expanded, shrink
 from manyroots.kernels.lora_ops.sites import LoraTerm
 from manyroots.kernels.mxfp4 import Mxfp4Matrix
 from manyroots.kernels.scaled import plain
@@ -102,7 +102,7 @@ def experts(
     """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
     output. With many tokens, inputs of FP8 experts are also rounded to FP8. `shared`: one expert
     that all tokens go through, with weight 1, whose output is one more term. It is for up to
-    MOST_JOINED_TOKENS without adapters, and for plain weights."""
+    MOST_JOINED_TOKENS and plain weights."""
     if weights.is_fp4:
         weights = weights.plain(torch.float32)
     num_tokens, top_k = routing.weights.shape
@@ -125,12 +125,20 @@ def experts(
     terms = out.view(num_tokens, top_k, -1).transpose(0, 1)
     if shared is None:
         return terms
-    every = torch.empty(1, num_tokens, x.shape[1], device=x.device)
-    for token, row in enumerate(x):
-        gate, up = _product(row, shared.gate_up, None, 0, False).chunk(2)
-        hidden = activate(gate, up, shared.activation).to(x.dtype)
-        every[0, token] = _product(hidden, shared.down, None, 0, False)
-    return torch.cat((terms, every))
+    gate, up = _of_shared(x, shared.gate_up, adapters, 0).chunk(2, dim=-1)
+    hidden = activate(gate, up, shared.activation).to(x.dtype)
+    return torch.cat((terms, _of_shared(hidden, shared.down, adapters, 1)[None]))
+
+
+def _of_shared(
+    x: Tensor, weight: ExpertMatrix, adapters: ExpertAdapters | None, product: int
+) -> Tensor:
+    """One product of a block that all rows go through, with adapters."""
+    y = torch.stack([_product(row, weight, None, 0, False) for row in x])
+    if adapters is None:
+        return y
+    assert adapters.shared is not None
+    return y + expanded(shrink(x, adapters.shared[product], adapters.rows))
 
 
 def _product(

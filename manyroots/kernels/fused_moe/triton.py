@@ -1,12 +1,11 @@
-"""Mixture of experts in two launches, or four with adapters, without waiting for the host.
+"""Mixture of experts in two launches, with or without adapters, without waiting for the host.
 
 Same signatures as `reference.py`. `route` chooses in parallel; its last program makes the experts'
 lists. The two products read each chosen expert's weights once for up to BLOCK_M of its pairs. They
 leave the sum over a token's experts to the next kernel: `add_rms_norm` takes [tokens, top_k,
 hidden], transposed, as partial sums.
 
-Without adapters, `triton_products.py` computes both products in one launch. With adapters each is a
-separate kernel in this module, made of the same tiles; the adapters' parts are in
+`triton_products.py` computes both products in one launch; the adapters' parts are in
 `triton_adapters.py`. All of this is for few tokens. For many tokens, `triton_order.py` sorts the
 pairs and `triton_tiles.py` multiplies them.
 """
@@ -28,22 +27,10 @@ from manyroots.kernels.fused_moe.routing import (
     Routing,
     Scoring,
 )
-from manyroots.kernels.fused_moe.triton_adapters import (
-    EXPAND_N,
-    SHRINK_N,
-    activate,
-    add_to_scores,
-    expand_tile,
-    shrink_tile,
-)
+from manyroots.kernels.fused_moe.triton_adapters import SHRINK_N, add_to_scores
 from manyroots.kernels.fused_moe.triton_fp4 import operand_of
 from manyroots.kernels.fused_moe.triton_order import ordered
-from manyroots.kernels.fused_moe.triton_products import (
-    both_products,
-    down_product,
-    gate_and_up,
-    group_at,
-)
+from manyroots.kernels.fused_moe.triton_products import both_products
 from manyroots.kernels.fused_moe.triton_tiles import experts_in_tiles, tile_rows
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
 from manyroots.kernels.launch import (
@@ -78,18 +65,13 @@ class ExpertTiling:
 
     up_n: int = 64
     up_k: int = 128
-    up_stages: int = 3
-    down_n: int = 64
+    down_n: int = 128
     down_k: int = 128
-    down_stages: int = 3
-    down_alone_n: int = 128
-    """Replaces `down_n` if both products are one launch, which uses `up_stages`."""
+    num_stages: int = 3
     num_warps: int = 4
-    activate_n: int = 128
-    """With adapters only: columns of a pair that one program takes between the products."""
 
 
-FP4_TILING = ExpertTiling(up_stages=4)
+FP4_TILING = ExpertTiling(num_stages=4)
 """For MXFP4 weights, whose tiles have 128 columns."""
 
 
@@ -301,76 +283,6 @@ def route(
     return ordered(found, weights, num_experts, tile_rows=rows)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
-def _up(
-    x, gate_up, w_scales, num_groups, bias, pairs, groups, out, shrunk, slots, experts, pool, table,
-    scalings, n_size, k_size, top_k, num_pairs, max_rank, shrink_rows,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Compute gate and up of an expert's pairs, stored by pair, and the adapters' shrink of x."""
-    group = tl.program_id(1)
-    if group < shrink_rows:
-        shrink_tile(
-            x, shrunk, slots, experts, pool, table, scalings,
-            group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
-            2, BLOCK_K, EVEN_K, DEPENDENT,
-        )  # fmt: skip
-        return
-    group -= shrink_rows
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait_for_inputs(DEPENDENT)
-    let_next_begin(DEPENDENT)
-    expert, begin, end = group_at(groups, group)
-    for first in range(begin, end, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        gate, up = gate_and_up(
-            x, gate_up, w_scales, num_groups, bias, expert, pair // top_k, m < end, n, n_size,
-            k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
-        )  # fmt: skip
-        ok = (m < end)[:, None] & (n < n_size)[None, :]
-        to = out + pair[:, None] * 2 * n_size + n[None, :]
-        tl.store(to, tl.trans(gate), mask=ok)
-        tl.store(to + n_size, tl.trans(up), mask=ok)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
-def _down(
-    hidden, down, w_scales, num_groups, bias, pairs, groups, weights, out, shrunk, slots, experts,
-    pool, table, n_size, k_size, num_tokens, max_rank, expand_rows,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Compute weight * down(hidden) of an expert's pairs, stored by pair. After the pairs come the
-    adapters' additions to each token."""
-    let_next_begin(DEPENDENT)
-    group = tl.program_id(1)
-    if group < expand_rows:
-        expand_tile(
-            out, shrunk, weights, experts, slots, pool, table,
-            group * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size, max_rank,
-            TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
-        )  # fmt: skip
-        return
-    group -= expand_rows
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    wait_for_inputs(DEPENDENT)
-    expert, begin, end = group_at(groups, group)
-    for first in range(begin, end, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        acc = down_product(
-            hidden, down, w_scales, num_groups, bias, expert, pair, m < end, n, n_size, k_size,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
-        )  # fmt: skip
-        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
-        ok = (m < end)[:, None] & (n < n_size)[None, :]
-        place = pair // TOP_K * (TOP_K + 1) + pair % TOP_K
-        tl.store(out + place[:, None] * n_size + n[None, :], value, mask=ok)
-
-
 def experts(
     x: Tensor,
     routing: Routing,
@@ -381,20 +293,19 @@ def experts(
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
     """The terms of each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output. With few tokens, one more term holds the adapters' additions. `shared`: one expert
-    that all tokens go through, with weight 1, whose output is one more term. It is for up to
-    MOST_JOINED_TOKENS without adapters, and for plain weights."""
-    if shared is not None and (adapters is not None or len(x) > MOST_JOINED_TOKENS):
-        raise ValueError("a shared block is computed with few tokens and without adapters")
+    output. `shared`: one expert that all tokens go through, with weight 1, whose output is one
+    more term. It is for up to MOST_JOINED_TOKENS and plain weights."""
+    if shared is not None and len(x) > MOST_JOINED_TOKENS:
+        raise ValueError("a shared block is computed with few tokens")
+    if shared is not None and adapters is not None and adapters.shared is None:
+        raise ValueError("adapters of experts and of a shared block are computed together")
     cut = tiling or (FP4_TILING if weights.is_fp4 else ExpertTiling())
     if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
         weights = weights.plain(x.dtype)
     if routing.tiles is not None:
         by_token = experts_in_tiles(x, routing, weights, adapters)
-    elif adapters is None:
-        by_token = _both(x, routing, weights, shared, cut)
     else:
-        by_token = _with_adapters(x, routing, weights, adapters, cut)
+        by_token = _both(x, routing, weights, adapters, shared, cut)
     return by_token.transpose(0, 1)
 
 
@@ -413,15 +324,16 @@ def _both(
     x: Tensor,
     routing: Routing,
     weights: ExpertWeights,
+    adapters: ExpertAdapters | None,
     shared: ExpertWeights | None,
     cut: ExpertTiling,
 ) -> Tensor:
-    """The base model's experts: both products in one launch."""
+    """Both products in one launch."""
     num_experts, hidden_size, n_size = weights.down.shape
     num_tokens, top_k = routing.weights.shape
     used, block_m = _blocks(num_tokens, top_k, num_experts)
     up_tiles = triton.cdiv(n_size, cut.up_n)
-    down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
+    down_tiles = triton.cdiv(hidden_size, cut.down_n)
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
     *gate_up, up_scaled = operand_of(weights.gate_up, x)
     *down, down_scaled = operand_of(weights.down, x)
@@ -438,16 +350,22 @@ def _both(
     num_programs = used * (up_tiles + down_tiles)
     if shared is not None:
         num_programs += shared_tiles + down_tiles
-    both_products[(num_programs,)](
+    around = _Around((x,) * 13) if adapters is None else _Around.of(
+        routing, adapters, up_tiles, shared_tiles
+    )  # fmt: skip
+    both_products[(around.num_shrinks + num_programs,)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
-        routing.groups, routing.weights, inner, out, counters(x.device), *of_shared, num_tokens,
-        used * up_tiles, n_size, hidden_size, shared_size,
+        routing.groups, routing.weights, inner, out, counters(x.device), *of_shared,
+        *around.tensors, num_tokens, used * up_tiles, around.num_shrinks, n_size, hidden_size,
+        shared_size, *around.ranks,
         UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
         HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
         EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
-        UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, SHARED_TILES=shared_tiles,
-        EVEN_SHARED=shared_size % cut.down_k == 0, num_stages=cut.up_stages,
+        UP_K=cut.up_k, DOWN_N=cut.down_n, DOWN_K=cut.down_k, SHARED_TILES=shared_tiles,
+        EVEN_SHARED=shared_size % cut.down_k == 0, HAS_ADAPTERS=adapters is not None,
+        TILES_POW=triton.next_power_of_2(up_tiles),
+        SHARED_POW=triton.next_power_of_2(max(1, shared_tiles)), num_stages=cut.num_stages,
         num_warps=cut.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
@@ -460,107 +378,34 @@ def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
     return min(num_experts, num_pairs), 16 if num_pairs <= 8 * num_experts else 64
 
 
-def _with_adapters(
-    x: Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    adapters: ExpertAdapters,
-    cut: ExpertTiling,
-) -> Tensor:
-    """Both products in separate launches, each with its adapters' part, and one launch between
-    them."""
-    num_experts, hidden_size, n_size = weights.down.shape
-    num_tokens, top_k = routing.weights.shape
-    num_pairs = num_tokens * top_k
-    used, block_m = _blocks(num_tokens, top_k, num_experts)
-    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    around = _Around.of(inner, routing, adapters, hidden_size, cut)
-    options = launch_options(x.device)
-    *gate_up, up_scaled = operand_of(weights.gate_up, x)
-    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
-        x, *gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
-        *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
-        around.shrink_rows, SCALED=up_scaled, HAS_BIAS=weights.gate_up_bias is not None,
-        EVEN_K=hidden_size % cut.up_k == 0, BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
-        num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
-    )  # fmt: skip
-    _activate(around, inner, routing, weights, adapters, cut)
-    out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
-    *down, down_scaled = operand_of(weights.down, x)
-    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
-        inner, *down, weights.down_bias_or(x), routing.pairs, routing.groups,
-        routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,
-        adapters.down.max_rank, around.expand_rows, SCALED=down_scaled,
-        HAS_BIAS=weights.down_bias is not None,
-        EVEN_K=n_size % cut.down_k == 0, TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k),
-        NUM_SPLITS=around.num_splits, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
-        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
-    )  # fmt: skip
-    return out
-
-
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """The adapters' inputs to the two products, and buffers for their results."""
+    """The adapters' inputs to both products, and buffers for what they shrink."""
 
-    product: Tensor
-    """Output of `_up`: gates and ups, float32 [num_pairs, 2 n]."""
-    of_up: tuple[Tensor, ...]
-    """First the shrink of x, float32 [num_pairs, ranks of gate and up]."""
-    of_down: tuple[Tensor, ...]
-    """First the shrink of activations, float32 [num_splits, num_pairs, ranks of down]."""
-    num_splits: int
-    """Number of partial sums of it."""
-    shrink_rows: int
-    """Rows of additional tiles in the grid of `_up`. They come first, so that the last programs are
-    short."""
-    expand_rows: int
-    """The same for `_down`."""
+    tensors: tuple[Tensor, ...]
+    num_shrinks: int = 0
+    """Tiles of the shrink of x."""
+    ranks: tuple[int, int] = (0, 0)
+    """Ranks of a part that there is room for: of gate and up, and of down."""
 
     @classmethod
     def of(
-        cls,
-        inner: Tensor,
-        routing: Routing,
-        adapters: ExpertAdapters,
-        hidden_size: int,
-        cut: ExpertTiling,
+        cls, routing: Routing, adapters: ExpertAdapters, up_tiles: int, shared_tiles: int
     ) -> _Around:
-        num_pairs, n_size = inner.shape
-        up, down, slots = adapters.gate_up, adapters.down, adapters.rows.slots
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=inner.device)
-
-        num_splits = triton.cdiv(n_size, cut.activate_n)
-        up_shrunk = empty(num_pairs, up.width)
-        down_shrunk = empty(num_splits, num_pairs, down.width)
-        shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
-        expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
-        return cls(
-            product=empty(num_pairs, 2 * n_size),
-            of_up=(up_shrunk, slots, routing.experts, up.pool, up.table, up.scalings),
-            of_down=(down_shrunk, slots, routing.experts, down.pool, down.table),
-            num_splits=num_splits,
-            shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
-            expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
+        """`shared_tiles`: those of a shared block's first product, if there is one."""
+        own = adapters.gate_up, adapters.down
+        others = own if adapters.shared is None else adapters.shared
+        up, down = (max(a.max_rank, b.max_rank) for a, b in zip(own, others, strict=True))
+        num_tokens, top_k = routing.weights.shape
+        num_rows = num_tokens * (top_k + 1 if shared_tiles else top_k)
+        num_shrinks = triton.cdiv(num_tokens * top_k * 2 * up, SHRINK_N.value)
+        if shared_tiles:
+            num_shrinks += triton.cdiv(num_tokens * 2 * up, SHRINK_N.value)
+        sums = num_tokens * (top_k * up_tiles + shared_tiles) * down
+        shrunk = torch.empty(
+            num_rows * 2 * up + sums, dtype=torch.float32, device=routing.weights.device
         )
-
-
-def _activate(
-    around: _Around,
-    inner: Tensor,
-    routing: Routing,
-    weights: ExpertWeights,
-    adapters: ExpertAdapters,
-    cut: ExpertTiling,
-) -> None:
-    num_pairs, n_size = inner.shape
-    up, down = adapters.gate_up, adapters.down
-    activate[(num_pairs, around.num_splits)](
-        around.product, around.of_up[0], inner, around.of_down[0], adapters.rows.slots,
-        routing.experts, down.pool, up.table, down.table, down.scalings, num_pairs,
-        routing.weights.shape[1], n_size, up.max_rank, down.max_rank,
-        KIND=weights.activation.value, BLOCK_N=cut.activate_n, num_warps=4,
-        **launch_options(inner.device),
-    )  # fmt: skip
+        sites = [part for site in (*own, *others) for part in (site.table, site.scalings)]
+        first = (adapters.rows.slots, routing.experts, own[0].pool)
+        shrunk = shrunk.split((num_rows * 2 * up, sums))
+        return cls((*first, *shrunk, *sites), num_shrinks, (up, down))

@@ -1,16 +1,14 @@
-"""Adapters of experts in Triton, for few tokens: their part of the two products, and the step
-between.
+"""Adapters of experts in Triton, for few tokens: what they add to the tiles of `both_products`.
 
 A decode has about one pair per adapter and expert, so it is computed pair by pair; pairs that share
-a matrix find it in the cache. Adapters cost one more launch, and their bytes:
+a matrix find it in the cache. Adapters cost no launch, only their bytes:
 
-    _up        gate, up = W x of each pair; and as further tiles h = A x of each pair
-    activate   activation(gate + B h, up + B h), and h = A of that
-    _down      weight * W x of each pair; and as further tiles the sum of weight * B h of each token
+    shrink_tile    h = A x of each pair, as further tiles before the first product's
+    activated_pair activation(gate + B h, up + B h) of a pair in a tile of the first product, and
+                   that tile's part of h = A of it
+    down_of_pair   W x + B h of a pair in a tile of the second product
 
-`shrink_tile` and `expand_tile` are the additional tiles; the products themselves are in
-`triton.py`. Nothing is gathered or copied. Pairs of many tokens share matrices: see
-`triton_tile_adapters.py`.
+Nothing is gathered or copied. Pairs of many tokens share matrices: see `triton_tile_adapters.py`.
 """
 
 from __future__ import annotations
@@ -20,25 +18,56 @@ import triton.language as tl
 
 from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.fused_moe.adapters import PART_WIDTH
-from manyroots.kernels.launch import let_next_begin, wait_for_inputs
+from manyroots.kernels.launch import wait_for_inputs
 
 SHRINK_N = tl.constexpr(64)
 """Rows of A that one program takes, of one pair or several."""
 SHRINK_M = tl.constexpr(16)
 """At least the number of tokens of those pairs: a pair has 8 rows or more."""
-EXPAND_N = tl.constexpr(128)
-"""Columns of a token's output that one program takes."""
 RANK_BLOCK = tl.constexpr(16)
 """Ranks that are multiplied at once."""
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
 @triton.jit
+def _first_half(table, slot, part, k_size, NUM_PARTS: tl.constexpr, IS_SHARED: tl.constexpr):
+    """A slot's part: its A, the distance to the next expert's, and its rank (0 without an
+    adapter). IS_SHARED: in the table of a `LinearSite`."""
+    known = tl.maximum(slot, 0)
+    if IS_SHARED:
+        entry = table + known * (2 + 3 * NUM_PARTS)
+        a = tl.load(entry) + tl.load(entry + 2 + 3 * part) * k_size
+        step = tl.zeros_like(a)
+        rank = tl.load(entry + 3 + 3 * part)
+    else:
+        entry = table + (known * NUM_PARTS + part) * _PART_WIDTH
+        a, step = tl.load(entry), tl.load(entry + 1)
+        rank = tl.load(entry + 2)
+    return a, step, tl.where(slot >= 0, rank.to(tl.int32), 0)
+
+
+@triton.jit
+def _second_half(table, slot, part, NUM_PARTS: tl.constexpr, IS_SHARED: tl.constexpr):
+    """The same of its B."""
+    known = tl.maximum(slot, 0)
+    if IS_SHARED:
+        entry = table + known * (2 + 3 * NUM_PARTS) + 3 + 3 * part
+        rank, b = tl.load(entry), tl.load(entry + 1)
+        step = tl.zeros_like(b)
+    else:
+        entry = table + (known * NUM_PARTS + part) * _PART_WIDTH + 2
+        rank, b, step = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    return b, step, tl.multiple_of(tl.where(slot >= 0, rank.to(tl.int32), 0), 8)
+
+
+@triton.jit
 def shrink_tile(
     x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, max_rank,
-    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, IS_SHARED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """scaling * A x for SHRINK_N of all pairs' ranks, `max_rank` for each part of each pair.
+    IS_SHARED: of the block that every token goes through, whose pairs are the tokens.
 
     One matrix instruction covers rows of several tokens; each row keeps the result of its own
     token.
@@ -49,15 +78,14 @@ def shrink_tile(
     n = v % width
     token = pair // top_k
     slot = tl.load(slots + token)
-    part = tl.maximum(slot, 0) * NUM_PARTS + n // max_rank
-    entry = table + part * _PART_WIDTH
-    a, step = tl.load(entry), tl.load(entry + 1)
-    exists = (slot >= 0) & (n % max_rank < tl.load(entry + 2)) & (v < num_pairs * width)
+    part = n // max_rank
+    a, step, rank = _first_half(table, slot, part, k_size, NUM_PARTS, IS_SHARED)
+    exists = (n % max_rank < rank) & (v < num_pairs * width)
     if tl.max(exists.to(tl.int32)) > 0:
         wait_for_inputs(DEPENDENT)
-        let_next_begin(DEPENDENT)
-        expert = tl.load(experts + pair)
-        offset = a + expert * step + (n % max_rank).to(tl.int64) * k_size
+        offset = a + (n % max_rank).to(tl.int64) * k_size
+        if not IS_SHARED:
+            offset += tl.load(experts + pair) * step
         k = tl.arange(0, BLOCK_K)
         a_at = (pool + tl.multiple_of(offset, 8))[:, None] + k[None, :]
         first = tl.min(token)
@@ -75,17 +103,9 @@ def shrink_tile(
                 xs = tl.load(x_at + at, mask=is_token & inside, other=0.0)
             acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
         own = m[None, :] == (token - first)[:, None]
-        value = tl.sum(tl.where(own, acc, 0.0), axis=1) * tl.load(scalings + part)
+        value = tl.sum(tl.where(own, acc, 0.0), axis=1)
+        value *= tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
         tl.store(shrunk + pair.to(tl.int64) * width + n, value, mask=exists)
-
-
-@triton.jit
-def _second_half(table, slot, part: tl.constexpr, NUM_PARTS: tl.constexpr):
-    """A slot's part: its rank (0 without an adapter), its B and the distance to the next
-    expert's."""
-    entry = table + (tl.maximum(slot, 0) * NUM_PARTS + part) * _PART_WIDTH
-    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
-    return tl.multiple_of(rank, 8), tl.load(entry + 3), tl.load(entry + 4)
 
 
 @triton.jit
@@ -104,7 +124,7 @@ def _expand(acc, first_ranks, b, rank, h, n, is_n):
         if first > 0:
             weight = _ranks_of(b, rank, first, n, is_n)
         r = first + tl.arange(0, RANK_BLOCK)
-        hs = tl.load(h + r, mask=r < rank, other=0.0)
+        hs = tl.load(h + r, mask=r < rank, other=0.0, cache_modifier=".cg")
         acc += tl.sum(weight.to(tl.float32) * hs[None, :], axis=1)
     return acc
 
@@ -117,87 +137,68 @@ def _columns_of(a, rank, first, n, is_n, n_size):
     return tl.load(a + r[:, None] * n_size + n[None, :], mask=ok, other=0.0)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def activate(
-    gate_up, up_shrunk, inner, shrunk, slots, experts, pool, up_table, table, scalings, num_pairs,
-    top_k, n_size, up_max_rank, max_rank,
-    KIND: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Compute a pair's activations from its two products, and their shrink by its adapter.
+@triton.jit
+def _column(tile, i, BLOCK_M: tl.constexpr):
+    """Column i of a tile with BLOCK_M."""
+    is_it = (tl.arange(0, BLOCK_M) == i)[None, :]
+    return tl.sum(tl.where(is_it, tile, 0.0), axis=1)
 
-    Each program takes BLOCK_N of a pair's columns and writes a partial sum. It may read the routing
-    at once: with adapters, `_up` waits for the routing before it lets this kernel start.
-    """
-    let_next_begin(DEPENDENT)
-    pair = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+@triton.jit
+def activated_pair(
+    gates, ups, i, pair, expert, n, n_size, inner, shrunk, down_shrunk, slots, pool, up_table,
+    table, scalings, top_k, up_max_rank, max_rank, KIND: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_SHARED: tl.constexpr,
+):  # fmt: skip
+    """Complete and store the activations at `n` of one pair, column i of a tile's gates and ups,
+    and their part of the pair's shrink."""
     is_n = n < n_size
     slot = tl.load(slots + pair // top_k).to(tl.int64)
-    gate_rank, gate_b, gate_step = _second_half(up_table, slot, 0, 2)
-    up_rank, up_b, up_step = _second_half(up_table, slot, 1, 2)
-    entry = table + tl.maximum(slot, 0) * _PART_WIDTH
-    a, a_step = tl.load(entry), tl.load(entry + 1)
-    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
-    scale = tl.load(scalings + tl.maximum(slot, 0))
-    expert = tl.load(experts + pair, cache_modifier=".cg")
+    gate_b, gate_step, gate_rank = _second_half(up_table, slot, 0, 2, IS_SHARED)
+    up_b, up_step, up_rank = _second_half(up_table, slot, 1, 2, IS_SHARED)
+    a, a_step, rank = _first_half(table, slot, 0, n_size, 1, IS_SHARED)
     gate_b = pool + tl.multiple_of(gate_b + expert * gate_step, 8)
     up_b = pool + tl.multiple_of(up_b + expert * up_step, 8)
     a = pool + tl.multiple_of(a + expert * a_step, 8)
-    gates = _ranks_of(gate_b, gate_rank, 0, n, is_n)
-    ups = _ranks_of(up_b, up_rank, 0, n, is_n)
+    first_gates = _ranks_of(gate_b, gate_rank, 0, n, is_n)
+    first_ups = _ranks_of(up_b, up_rank, 0, n, is_n)
     downs = _columns_of(a, rank, 0, n, is_n, n_size)
-    wait_for_inputs(DEPENDENT)
-    at = gate_up + pair * 2 * n_size + n
-    gate = tl.load(at, mask=is_n, other=0.0)
-    up = tl.load(at + n_size, mask=is_n, other=0.0)
-    h = up_shrunk + pair * 2 * up_max_rank
-    gate = _expand(gate, gates, gate_b, gate_rank, h, n, is_n)
-    up = _expand(up, ups, up_b, up_rank, h + up_max_rank, n, is_n)
+    h = shrunk + pair * 2 * up_max_rank
+    gate = _expand(_column(gates, i, BLOCK_M), first_gates, gate_b, gate_rank, h, n, is_n)
+    up = _expand(_column(ups, i, BLOCK_M), first_ups, up_b, up_rank, h + up_max_rank, n, is_n)
     value = activated(gate, up, KIND).to(inner.dtype.element_ty)
     tl.store(inner + pair * n_size + n, value, mask=is_n)
-    to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * max_rank
+    scale = tl.load(scalings + tl.maximum(slot, 0))
     for first in range(0, rank, RANK_BLOCK):
         if first > 0:
             downs = _columns_of(a, rank, first, n, is_n, n_size)
         total = tl.sum(downs.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
         r = first + tl.arange(0, RANK_BLOCK)
-        tl.store(to + r, total * scale, mask=r < rank)
+        tl.store(down_shrunk + pair * max_rank + r, total * scale, mask=r < rank)
 
 
 @triton.jit
-def expand_tile(
-    out, shrunk, weights, experts, slots, pool, table, tile, num_tokens, n_size, max_rank,
-    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+def down_of_pair(
+    tile, i, pair, expert, n, n_size, shrunk, split, slots, pool, table, top_k, max_rank,
+    NUM_SPLITS: tl.constexpr, SPLITS_POW: tl.constexpr, BLOCK_M: tl.constexpr,
+    IS_SHARED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of weight * B h of EXPAND_N columns of a token's pairs, stored after the pairs'
-    outputs."""
-    tiles = tl.cdiv(n_size, EXPAND_N)
-    token = (tile // tiles).to(tl.int64)
-    n = tile % tiles * EXPAND_N + tl.arange(0, EXPAND_N)
-    if token < num_tokens:
-        rank, b, step = _second_half(table, tl.load(slots + token).to(tl.int64), 0, 1)
-        p = tl.arange(0, BLOCK_P)
-        pair = token * TOP_K + p
-        acc = tl.zeros((EXPAND_N,), tl.float32)
-        wait_for_inputs(DEPENDENT)
-        expert = tl.load(experts + pair, mask=p < TOP_K, other=0)
-        weight = tl.load(weights + pair, mask=p < TOP_K, other=0.0)
-        start = tl.multiple_of(b + expert * step, 8)
-        for first in range(0, rank, RANK_BLOCK):
-            r = first + tl.arange(0, RANK_BLOCK)
-            ok = (p < TOP_K)[:, None] & (r < rank)[None, :]
-            inside = ok[:, None, :] & (n < n_size)[None, :, None]
-            at = start[:, None, None] + (n * rank)[None, :, None] + r[None, None, :]
-            second = tl.load(pool + at, mask=inside, other=0.0).to(tl.float32)
-            h_at = shrunk + pair[:, None] * max_rank + r[None, :]
-            h = tl.load(h_at, mask=ok, other=0.0)
-            for split in tl.static_range(1, NUM_SPLITS):
-                h += tl.load(
-                    h_at + split * num_tokens.to(tl.int64) * TOP_K * max_rank, mask=ok, other=0.0
-                )
-            h *= weight[:, None]
-            acc += tl.sum(tl.sum(second * h[:, None, :], axis=2), axis=0)
-        tl.store(out + (token * (TOP_K + 1) + TOP_K) * n_size + n, acc, mask=n < n_size)
+    """Column i of a tile of the second product plus B h of that pair, at `n`. `shrunk` has partial
+    sums of h, `split` apart."""
+    is_n = n < n_size
+    slot = tl.load(slots + pair // top_k).to(tl.int64)
+    b, step, rank = _second_half(table, slot, 0, 1, IS_SHARED)
+    b = pool + tl.multiple_of(b + expert * step, 8)
+    acc = _column(tile, i, BLOCK_M)
+    s = tl.arange(0, SPLITS_POW)
+    for first in range(0, rank, RANK_BLOCK):
+        r = first + tl.arange(0, RANK_BLOCK)
+        ok = (s < NUM_SPLITS)[:, None] & (r < rank)[None, :]
+        at = shrunk + s[:, None].to(tl.int64) * split + pair * max_rank + r[None, :]
+        h = tl.sum(tl.load(at, mask=ok, other=0.0, cache_modifier=".cg"), axis=0)
+        weight = _ranks_of(b, rank, first, n, is_n)
+        acc += tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
+    return acc
 
 
 @triton.jit

@@ -1,10 +1,9 @@
 """The experts' two products: their tiles, and both products in one launch.
 
-Without adapters nothing comes between the products, so `both_products` has the programs of both.
 The second product's programs come after the first's, and each waits only for its own expert. Except
-for the last few experts, that was finished long before, so memory stays busy throughout. A program
-waits only for earlier programs, and programs start in order. The awaited program has therefore
-started and waits for none, so there is no deadlock.
+for the last few experts, that was finished long before, so memory stays busy throughout. Adapters'
+shrinks of x come before both. A program waits only for earlier programs, and programs start in
+order. The first program that is not done therefore waits for none, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -13,6 +12,12 @@ import triton
 import triton.language as tl
 
 from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.fused_moe.triton_adapters import (
+    SHRINK_N,
+    activated_pair,
+    down_of_pair,
+    shrink_tile,
+)
 from manyroots.kernels.fused_moe.triton_fp4 import (
     FOUR_BITS,
     fp4_numbers,
@@ -161,27 +166,66 @@ def down_product(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_first", "num_tokens"])
+@triton.jit
+def _count_passed(shrunk, passed, count):
+    """Count a program that waits for shrinks no more; the last one clears the counters."""
+    if tl.atomic_add(passed, 1, sem="relaxed") == count - 1:
+        tl.store(shrunk, 0)
+        tl.store(passed, 0)
+
+
+@triton.jit(do_not_specialize=["num_first", "num_tokens", "num_shrinks"])
 def both_products(
     x, gate_up, up_scales, up_groups, down, down_scales, down_groups, up_bias, down_bias, pairs,
-    groups, weights, inner, out, done, shared_up, shared_down, shared_inner, num_tokens, num_first,
-    n_size, hidden_size, shared_size,
+    groups, weights, inner, out, done, shared_up, shared_down, shared_inner, slots, experts, pool,
+    up_shrunk, down_shrunk, up_table, up_scalings, down_table, down_scalings, shared_up_table,
+    shared_up_scalings, shared_down_table, shared_down_scalings, num_tokens, num_first, num_shrinks,
+    n_size, hidden_size, shared_size, up_max_rank, down_max_rank,
     UP_SCALED: tl.constexpr, DOWN_SCALED: tl.constexpr, KIND: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
     EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
     DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
     DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, SHARED_TILES: tl.constexpr,
-    EVEN_SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_SHARED: tl.constexpr, HAS_ADAPTERS: tl.constexpr, TILES_POW: tl.constexpr,
+    SHARED_POW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(activation(gate, up)) of each pair, stored by pair. The first `num_first`
     programs compute the first product. `done` counts each group's finished tiles and is zero again
     at the end. With SHARED_TILES, as many programs come before either product, for a block that
-    every token goes through; its output is the last term of a token."""
+    every token goes through; its output is the last term of a token.
+
+    With HAS_ADAPTERS, the very first `num_shrinks` programs compute the shrink of x, and a tile is
+    completed pair by pair. Each tile of a first product leaves a partial sum of the next shrink."""
     let_next_begin(DEPENDENT)
     tile = tl.program_id(0)
     terms: tl.constexpr = TOP_K + 1 if SHARED_TILES else TOP_K
+    of_shared = done + num_first // UP_TILES
+    if HAS_ADAPTERS:
+        shrunk, passed = of_shared + 1, of_shared + 2
+        # The rows of a shared block come after the pairs; in partial sums, after all of theirs.
+        num_pairs = num_tokens * TOP_K
+        split = num_pairs.to(tl.int64) * down_max_rank
+        of_up = up_shrunk + num_pairs.to(tl.int64) * 2 * up_max_rank
+        of_down = down_shrunk + UP_TILES * split
+        if tile < num_shrinks:
+            of_pairs = tl.cdiv(num_pairs * 2 * up_max_rank, SHRINK_N)
+            if tile < of_pairs:
+                shrink_tile(
+                    x, up_shrunk, slots, experts, pool, up_table, up_scalings, tile, num_pairs,
+                    TOP_K, hidden_size, up_max_rank, 2, UP_K, EVEN_UP, False, DEPENDENT,
+                )  # fmt: skip
+            elif SHARED_TILES:
+                shrink_tile(
+                    x, of_up, slots, experts, pool, shared_up_table, shared_up_scalings,
+                    tile - of_pairs, num_tokens, 1, hidden_size, up_max_rank, 2, UP_K, EVEN_UP,
+                    True, DEPENDENT,
+                )  # fmt: skip
+            wait_for_inputs(DEPENDENT)
+            tl.debug_barrier()
+            tl.atomic_add(shrunk, 1, sem="release")
+            return
+        tile -= num_shrinks
     if SHARED_TILES:
-        of_shared = done + num_first // UP_TILES
         if tile < SHARED_TILES:
             n = tile * UP_N + tl.arange(0, UP_N)
             wait_for_inputs(DEPENDENT)
@@ -191,11 +235,23 @@ def both_products(
                     x, shared_up, up_scales, 0, up_bias, 0, m, m < num_tokens, n, shared_size,
                     hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, False, 0, DEPENDENT,
                 )  # fmt: skip
-                ok = (m < num_tokens)[:, None] & (n < shared_size)[None, :]
-                value = tl.trans(activated(gate, up, KIND))
-                tl.store(shared_inner + m[:, None] * shared_size + n[None, :], value, mask=ok)
+                if HAS_ADAPTERS:
+                    wait_for_count(shrunk, num_shrinks)
+                    for i in range(tl.minimum(num_tokens - first, BLOCK_M)):
+                        activated_pair(
+                            gate, up, i, first + i, 0, n, shared_size, shared_inner,
+                            of_up, of_down + tile * num_tokens.to(tl.int64) * down_max_rank, slots,
+                            pool, shared_up_table, shared_down_table, shared_down_scalings, 1,
+                            up_max_rank, down_max_rank, KIND, BLOCK_M, True,
+                        )  # fmt: skip
+                else:
+                    ok = (m < num_tokens)[:, None] & (n < shared_size)[None, :]
+                    value = tl.trans(activated(gate, up, KIND))
+                    tl.store(shared_inner + m[:, None] * shared_size + n[None, :], value, mask=ok)
             tl.debug_barrier()
             tl.atomic_add(of_shared, 1, sem="release")
+            if HAS_ADAPTERS:
+                _count_passed(shrunk, passed, num_first + SHARED_TILES)
             return
         tile -= SHARED_TILES
     if tile < num_first:
@@ -211,13 +267,25 @@ def both_products(
                 n_size, hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS, UP_SCALED,
                 DEPENDENT,
             )  # fmt: skip
-            ok = (m < end)[:, None] & (n < n_size)[None, :]
-            value = tl.trans(activated(gate, up, KIND))
-            tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
+            if HAS_ADAPTERS:
+                wait_for_count(shrunk, num_shrinks)
+                for i in range(tl.minimum(end - first, BLOCK_M)):
+                    activated_pair(
+                        gate, up, i, tl.load(pairs + first + i).to(tl.int64), expert, n, n_size,
+                        inner, up_shrunk, down_shrunk + tile % UP_TILES * split, slots, pool,
+                        up_table, down_table, down_scalings, TOP_K, up_max_rank, down_max_rank,
+                        KIND, BLOCK_M, False,
+                    )  # fmt: skip
+            else:
+                ok = (m < end)[:, None] & (n < n_size)[None, :]
+                value = tl.trans(activated(gate, up, KIND))
+                tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
         if end > begin:
             # Store all results of this program, then count.
             tl.debug_barrier()
             tl.atomic_add(done + group, 1, sem="release")
+        if HAS_ADAPTERS:
+            _count_passed(shrunk, passed, num_first + SHARED_TILES)
         return
     tile -= num_first
     if SHARED_TILES:
@@ -232,9 +300,20 @@ def both_products(
                     hidden_size, shared_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_SHARED, False, 0,
                     DEPENDENT,
                 )  # fmt: skip
-                ok = (m < num_tokens)[:, None] & (n < hidden_size)[None, :]
-                to = out + (m * terms + TOP_K)[:, None] * hidden_size + n[None, :]
-                tl.store(to, tl.trans(acc), mask=ok)
+                if HAS_ADAPTERS:
+                    for i in range(tl.minimum(num_tokens - first, BLOCK_M)):
+                        token = first + i  # of few
+                        value = down_of_pair(
+                            acc, i, token, 0, n, hidden_size, of_down,
+                            num_tokens.to(tl.int64) * down_max_rank, slots, pool, shared_down_table,
+                            1, down_max_rank, SHARED_TILES, SHARED_POW, BLOCK_M, True,
+                        )  # fmt: skip
+                        to = out + (token * terms + TOP_K) * hidden_size
+                        tl.store(to + n, value, mask=n < hidden_size)
+                else:
+                    ok = (m < num_tokens)[:, None] & (n < hidden_size)[None, :]
+                    to = out + (m * terms + TOP_K)[:, None] * hidden_size + n[None, :]
+                    tl.store(to, tl.trans(acc), mask=ok)
             if tl.atomic_add(of_shared, 1, sem="relaxed") == SHARED_TILES + DOWN_TILES - 1:
                 tl.store(of_shared, 0)
             return
@@ -254,9 +333,20 @@ def both_products(
             hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS, DOWN_SCALED,
             DEPENDENT,
         )  # fmt: skip
-        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
-        ok = (m < end)[:, None] & (n < hidden_size)[None, :]
-        place = pair // TOP_K * terms + pair % TOP_K
-        tl.store(out + place[:, None] * hidden_size + n[None, :], value, mask=ok)
+        if HAS_ADAPTERS:
+            for i in range(tl.minimum(end - first, BLOCK_M)):
+                one = tl.load(pairs + first + i).to(tl.int64)
+                value = down_of_pair(
+                    acc, i, one, expert, n, hidden_size, down_shrunk, split, slots, pool,
+                    down_table, TOP_K, down_max_rank, UP_TILES, TILES_POW, BLOCK_M, False,
+                )  # fmt: skip
+                place = one // TOP_K * terms + one % TOP_K
+                value *= tl.load(weights + one)
+                tl.store(out + place * hidden_size + n, value, mask=n < hidden_size)
+        else:
+            value = tl.trans(acc) * tl.load(weights + pair)[:, None]
+            ok = (m < end)[:, None] & (n < hidden_size)[None, :]
+            place = pair // TOP_K * terms + pair % TOP_K
+            tl.store(out + place[:, None] * hidden_size + n[None, :], value, mask=ok)
     if tl.atomic_add(done + group, 1, sem="relaxed") == UP_TILES + DOWN_TILES - 1:
         tl.store(done + group, 0)

@@ -99,15 +99,26 @@ experts = dict.fromkeys(("x", "up_bias", "down_bias", "inner"), HALF)
 experts |= dict.fromkeys(("shared_up", "shared_down", "shared_inner"), HALF)
 experts |= dict.fromkeys(("gate_up", "up_scales", "down", "down_scales"), INT)
 experts |= dict.fromkeys(("pairs", "groups", "done"), INT) | dict(weights=FLOAT, out=FLOAT)
+sizes = dict(
+    EVEN_UP=False, EVEN_DOWN=False, TOP_K=4, UP_TILES=45, DOWN_TILES=45, BLOCK_M=16, UP_N=64,
+    UP_K=128, DOWN_N=64, DOWN_K=128, EVEN_SHARED=True, TILES_POW=64, SHARED_POW=64, DEPENDENT=True,
+)
 code = compiled(
     moe.both_products, experts, UP_SCALED=-4, DOWN_SCALED=-4, KIND="clamped_swiglu",
-    HAS_UP_BIAS=True, HAS_DOWN_BIAS=True, EVEN_UP=False, EVEN_DOWN=False, TOP_K=4, UP_TILES=45,
-    DOWN_TILES=45, BLOCK_M=16, UP_N=64, UP_K=128, DOWN_N=64, DOWN_K=128, SHARED_TILES=0,
-    EVEN_SHARED=True, DEPENDENT=True,
+    HAS_UP_BIAS=True, HAS_DOWN_BIAS=True, SHARED_TILES=0, HAS_ADAPTERS=False, **sizes,
 )
 assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
 # A product's tile as the first operand, made in registers: 8 words a thread are 32 of two numbers.
 assert code.count("mul.rn.bf16x2") == 3 * 32
+
+experts |= dict.fromkeys(("gate_up", "down", "pool"), HALF) | dict(slots=INT, experts=INT)
+experts |= {n: LONG for n in moe.both_products.arg_names if n.endswith("_table")}
+experts |= {n: FLOAT for n in moe.both_products.arg_names if n.endswith(("_scalings", "_shrunk"))}
+code = compiled(
+    moe.both_products, experts, UP_SCALED=0, DOWN_SCALED=0, KIND="silu", HAS_UP_BIAS=False,
+    HAS_DOWN_BIAS=False, SHARED_TILES=44, HAS_ADAPTERS=True, **sizes,
+)
+assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
 '''
 
 

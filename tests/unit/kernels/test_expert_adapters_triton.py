@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, randn
+from tests.unit.kernels.triton_cases import make_site as make_linear_site
 
 from manyroots.kernels.fused_moe import reference  # isort: skip
 from manyroots.kernels.fused_moe import triton as fast  # isort: skip
 from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
 from manyroots.kernels.fused_moe.routing import Scoring  # isort: skip
 from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
+from manyroots.kernels.lora_ops.sites import LinearSite  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2
-TILING = fast.ExpertTiling(
-    up_n=16, up_k=32, up_stages=2, down_n=16, down_k=16, down_stages=2, activate_n=32
-)
+TILING = fast.ExpertTiling(up_n=16, up_k=32, down_n=16, down_k=16, num_stages=2)
 SHARED_OUTER = "shared outer"
 PER_EXPERT = "per expert"
 
@@ -122,10 +124,10 @@ def test_experts_with_adapters_equal_the_reference(
     routing = fast.route(
         randn(len(slots), EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
     )
-    out = fast.experts(x, routing, weights(dtype), adapters, tiling=TILING)
-    assert out.shape[0] == TOP_K + 1
     expected = reference.experts(x, routing, weights(dtype), adapters)
-    assert_close("expert_lora", out.sum(0), expected.sum(0), dtype)
+    for _ in range(2):  # the counters must be as they were
+        out = fast.experts(x, routing, weights(dtype), adapters, tiling=TILING)
+        assert_close("expert_lora", out, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,8 +141,7 @@ def test_a_base_row_is_the_same_with_adapters_beside_it(dtype: torch.dtype) -> N
     out = fast.experts(x, routing, weights(dtype), adapters, tiling=TILING)
     base = fast.experts(x, routing, weights(dtype), tiling=TILING)
     for row, slot in enumerate(slots):
-        assert torch.equal(out[:TOP_K, row], base[:, row]) == (slot < 0)
-        assert out[TOP_K:, row].any() == (slot >= 0)
+        assert torch.equal(out[:, row], base[:, row]) == (slot < 0)
 
 
 @pytest.mark.parametrize("shares", [PER_EXPERT, SHARED_OUTER])
@@ -169,3 +170,50 @@ def _delta(site: ExpertSite, expert: int, in_features: int) -> Tensor:
         second = site.pool[b + expert * b_step :][: size * rank].view(size, rank)
         products.append(site.scalings[0, part] * second @ first)
     return torch.cat(products)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("slots", "inner"), [([0], 40), ([-1, 0, 1, 1, -1], 64), ([-1] * 2, 96)])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_adapters_of_a_shared_block_are_in_its_term(
+    ranks: str, slots: list[int], inner: int, dtype: torch.dtype
+) -> None:
+    """Beside those of experts, in the same launch; of any width, unlike the experts'."""
+    x = randn(len(slots), HIDDEN, dtype=dtype)
+    own = make_adapters(slots, RANKS[ranks], PER_EXPERT, dtype)
+    linear = [
+        make_linear_site(HIDDEN, (inner, inner), [(16, 8), (0, 24)], dtype, seed=2),
+        make_linear_site(inner, (HIDDEN,), [(24,), (8,)], dtype, seed=3),
+    ]
+    adapters = in_one_pool(own, linear)
+    shared = ExpertWeights(
+        randn(1, 2 * inner, HIDDEN, dtype=dtype, seed=5) * HIDDEN**-0.5,
+        randn(1, HIDDEN, inner, dtype=dtype, seed=6) * inner**-0.5,
+    )
+    routing = fast.route(
+        randn(len(slots), EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
+    )
+    expected = reference.experts(x, routing, weights(dtype), adapters, shared)
+    assert torch.equal(expected[:TOP_K], reference.experts(x, routing, weights(dtype), own))
+    base = reference.experts(x, routing, weights(dtype), None, shared)
+    assert [not torch.equal(a, b) for a, b in zip(expected[TOP_K], base[TOP_K], strict=True)] == [
+        slot >= 0 for slot in slots
+    ]
+    for _ in range(2):  # the counters must be as they were
+        out = fast.experts(x, routing, weights(dtype), adapters, shared, tiling=TILING)
+        assert_close("expert_lora", out, expected, dtype)
+    out = fast.experts(x, routing, weights(dtype), own, tiling=TILING)
+    assert_close("expert_lora", out, expected[:TOP_K], dtype)
+
+
+def in_one_pool(experts: ExpertAdapters, linear: list[LinearSite]) -> ExpertAdapters:
+    """Adapters of a shared block, too, as a model has them."""
+    pool, sites = experts.gate_up.pool, []
+    for site in linear:
+        table, start = site.table.clone(), len(pool)
+        table[:, [0, *range(4, table.shape[1], 3)]] += start
+        pool = torch.cat((pool, site.pool))
+        sites.append(replace(site, table=table))
+    gate_up, down = (replace(site, pool=pool) for site in (experts.gate_up, experts.down))
+    first, second = (replace(site, pool=pool) for site in sites)
+    return ExpertAdapters(gate_up, down, experts.rows, (first, second))

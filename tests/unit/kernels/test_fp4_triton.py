@@ -26,7 +26,7 @@ from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 HIDDEN, INNER = 160, 32
 """Of whole groups, but not of whole tiles."""
-TILING = fast.ExpertTiling(up_n=64, down_n=64, down_alone_n=64, up_stages=2, down_stages=2)
+TILING = fast.ExpertTiling(up_n=64, down_n=64, num_stages=2)
 PATHS = pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0], ids=["few", "tiles"])
 
 

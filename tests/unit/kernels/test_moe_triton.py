@@ -24,9 +24,7 @@ from manyroots.kernels.fused_moe.adapters import ExpertAdapters  # isort: skip
 from manyroots.ids import AdapterDigest, AdapterSlot  # isort: skip
 
 RENORMALISED = Scoring.SOFTMAX_RENORMALISED
-TILING = fast.ExpertTiling(
-    up_n=16, up_k=32, up_stages=2, down_n=16, down_k=16, down_stages=2, down_alone_n=16
-)
+TILING = fast.ExpertTiling(up_n=16, up_k=32, down_n=16, down_k=16, num_stages=2)
 
 
 @pytest.mark.parametrize("scoring", Scoring)

@@ -21,9 +21,7 @@ from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip
 
 RENORMALISED = Scoring.SOFTMAX_RENORMALISED
-TILING = moe.ExpertTiling(
-    up_n=16, up_k=64, up_stages=2, down_n=16, down_k=64, down_stages=2, down_alone_n=16
-)
+TILING = moe.ExpertTiling(up_n=16, up_k=64, down_n=16, down_k=64, num_stages=2)
 
 
 def scaled(*shape: int, group: int | None = None, seed: int = 1) -> ScaledMatrix:

@@ -206,18 +206,22 @@ def reference_piece(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> tuple[T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(NOPE, V, LATENT, HEADS), (32, 48, 160, 5)])
+@pytest.mark.parametrize(
+    ("sizes", "times"), [((NOPE, V, LATENT, HEADS), 1), ((32, 48, 160, 5), 1), ((16, 8, 24, 2), 12)]
+)
 def test_f07_absorbed_products_with_every_adapter(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype
+    sizes: tuple[int, int, int, int], times: int, dtype: torch.dtype
 ) -> None:
-    """F07: of rows without an adapter, with one that leaves `kv_b_proj` alone, and with others."""
+    """F07: of rows without an adapter, with one that leaves `kv_b_proj` alone, and with others; of
+    more rows than one tile has. The counters are as they were."""
     nope, v, latent, heads = sizes
     site = make_site(latent, (heads * (nope + v),), [(8,), (0,), (24,)], dtype)
-    rows = make_rows(-1, 0, 0, 1, 2, -1)
+    slots = [-1, 0, 0, 1, 2, -1] * times
+    rows = make_rows(*slots)
     weight = randn(heads, nope + v, latent, dtype=dtype, seed=3) * latent**-0.5
-    q = randn(6, heads, nope + ROPE, dtype=dtype)
-    attended = randn(6, heads, latent, dtype=dtype, seed=5)
-    for own in (None, LatentAdapters(site, rows)):
+    q = randn(len(slots), heads, nope + ROPE, dtype=dtype)
+    attended = randn(len(slots), heads, latent, dtype=dtype, seed=5)
+    for own in (None, *[LatentAdapters(site, rows)] * 2):
         for ours, naive in (
             (fast.absorb_queries, reference.absorb_queries),
             (fast.expand_values, reference.expand_values),

@@ -237,6 +237,8 @@ class Machine:
         self.audit = QuickAudit(self.cache, whole_audit_every)
         self.sequences: list[Sequence] = []
         self.announced: dict[StepId, Resident] = {}
+        self.found: dict[StepId, set[tuple[int, Path]]] = {}
+        """By step under way: what could be found when it had been planned."""
         self.leans: dict[int, set[StepId]] = {}
         """By sequence that has not begun: launched steps that fill what it found."""
         self.barred: dict[int, set[Namespace]] = {}
@@ -396,6 +398,7 @@ class Machine:
             self.leans[id(part.sequence)] = set()
         lost, gained = self.changed("plan", step)
         self.announced[step.step_id] = gained | self.refilled(step)
+        self.found[step.step_id] = set(self.now)
         self.may_publish(gained, step)
         if any(self.wanted(step, plane) > before[plane.index] for plane in self.layout.device):
             return
@@ -431,7 +434,7 @@ class Machine:
         for part in step.parts:
             if part.sequence.lease is not None:
                 self.must_be_there(part.sequence, part.end, *full[id(part.sequence)])
-        del self.announced[step.step_id]
+        del self.announced[step.step_id], self.found[step.step_id]
         for steps in self.leans.values():
             steps.discard(step.step_id)
 
@@ -444,9 +447,17 @@ class Machine:
         assert not gained
         assert not gone & set(self.now.items()), "a failed step's pages can be found"
         roots = {path for (_, path), _ in gone}
-        for _, path in lost:
-            assert any(path[:n] in roots for n in range(1, len(path) + 1)), "lost without a reason"
+        for entry in lost:
+            path = entry[1]
+            # Its nodes go as a whole, with what others have put above its own pages since.
+            is_above = any(
+                entry not in self.found[step] and any(own[: len(path)] == path for _, own in mine)
+                for step, mine in self.announced.items()
+            )
+            is_below = any(path[:n] in roots for n in range(1, len(path) + 1))
+            assert is_above or is_below, "lost without a reason"
         self.announced.clear()
+        self.found.clear()
         for sequence in list(self.sequences):
             # A scheduler must let go of those that have not begun, but count on what has failed.
             if self.leans[id(sequence)] & failed:

@@ -77,7 +77,7 @@ def compress(
     closed = of_tokens.closed(size, size * parts[0].num_series)
     if not len(closed.tokens):
         return
-    rows = pages.flatten(0, 1)[closed.sources.clamp(min=0)]
+    rows = _at(pages, closed.sources.clamp(min=0))
     is_there = (closed.sources >= 0).unsqueeze(-1)
     cos, sin = angles.cos[closed.tokens, 0], angles.sin[closed.tokens, 0]
     cos = cos[..., : sin.shape[-1]]
@@ -87,6 +87,11 @@ def compress(
     to, offsets = of_entries.slot_mapping.pages, of_entries.slot_mapping.offsets
     at = SlotMapping(to[closed.tokens], offsets[closed.tokens] // size)
     write_rows(torch.cat(found, dim=1), entries, at)
+
+
+def _at(pages: Tensor, rows: Tensor) -> Tensor:
+    """Rows of pages, by number. To flatten pages would copy all of them: a layer's are apart."""
+    return pages[rows // pages.shape[1], rows % pages.shape[1]]
 
 
 def _means(rows: Tensor, is_there: Tensor, part: GroupPart) -> Tensor:
@@ -113,14 +118,13 @@ def choose_entries(
     are sums over heads of relu(q k), weighted, with q [tokens, heads, dim] and keys the last `dim`
     numbers of entries. Of equal scores the earlier entry's counts."""
     heads, dim = q.shape[1:]
-    rows = pages.flatten(0, 1)
     most = max((own.context_len // step.group for own in step.sequences), default=0)
     chosen = torch.full((len(q), min(num_chosen, most)), -1)
     for own in step.sequences:
         count = own.context_len // step.group
         if not count:
             continue
-        keys = rows[step.rows_of(own.seq, 0, count)][:, -dim:].float()
+        keys = _at(pages, step.rows_of(own.seq, 0, count))[:, -dim:].float()
         for block in own.blocks(max(1, MAX_SCORES // (heads * count))):
             ready = _ready(block, step.group)
             scores = torch.matmul(q[block.tokens].float(), keys.T).relu_()
@@ -182,7 +186,7 @@ def _seen(
     is_seen = at <= positions
     if keys.window is not None:
         is_seen &= at > positions - keys.window
-    rows = keys.pages.flatten(0, 1)[keys.step.rows_of(block.seq, first, block.context_len)]
+    rows = _at(keys.pages, keys.step.rows_of(block.seq, first, block.context_len))
     if entries is None:
         return rows, is_seen
     count = block.context_len // entries.step.group
@@ -193,5 +197,5 @@ def _seen(
         wanted.scatter_(1, torch.where(chosen < 0, count, chosen), True)
         used = wanted[:, :count].any(0).nonzero()[:, 0]
         slots, is_ready = slots[used], wanted[:, used]
-    found = entries.pages.flatten(0, 1)[slots][:, :dim]
+    found = _at(entries.pages, slots)[:, :dim]
     return torch.cat((rows, found)), torch.cat((is_seen, is_ready), dim=1)

@@ -99,7 +99,7 @@ class AdapterSlices:
         self, adapters: Residency, rows: Rows, waiting: WaitingQueue, quantum_steps: int | None
     ) -> None:
         """`quantum_steps`: None to derive it from the duration of loads, at least QUANTUM_STEPS."""
-        self._adapters = adapters
+        self.adapters = adapters
         self.max_loras = adapters.limits.max_loras
         self._waiting = waiting
         self.rows = rows
@@ -137,21 +137,12 @@ class AdapterSlices:
         """Steps for which no other entry displaces a running one."""
         if self._fixed_quantum_steps is not None:
             return self._fixed_quantum_steps
-        loads = QUANTUM_LOADS if self._adapters.loads_ahead else QUANTUM_LOADS_ALONE
-        return max(QUANTUM_STEPS, loads * self._adapters.host_load_steps)
+        loads = QUANTUM_LOADS if self.adapters.loads_ahead else QUANTUM_LOADS_ALONE
+        return max(QUANTUM_STEPS, loads * self.adapters.host_load_steps)
 
     def is_overdue(self, since: StepId) -> bool:
         """Whether a request that was paused then comes before every other."""
         return self.step_id - since >= OVERDUE_STEPS
-
-    def longest_pause(self, entry: Entry) -> int:
-        """The bound on a pause. A request becomes overdue; each entry that was overdue before it
-        gets a quantum and two loads; then it gets its own."""
-        first = entry.paused_since
-        others = (e for e in (*self.paused, *self.active.values()) if e.paused and e is not entry)
-        num_before = sum(other.paused_since <= first for other in others)
-        slice_steps = self.quantum_steps + 2 * (self._adapters.longest_load_steps + 2)
-        return OVERDUE_STEPS + (num_before + 1) * slice_steps
 
     # Requests come, pause, resume and go
 
@@ -159,7 +150,7 @@ class AdapterSlices:
         """A request of an adapter was submitted."""
         entry = self.entries.get(adapter)
         if entry is None:
-            num_blocks = self._adapters.num_blocks(adapter)
+            num_blocks = self.adapters.num_blocks(adapter)
             entry = self.entries[adapter] = Entry(adapter, EntryState.WAITING, num_blocks)
             self.num_blocks += num_blocks
         entry.num_requests += 1
@@ -230,14 +221,14 @@ class AdapterSlices:
         """Whether requests of an adapter may run now."""
         if adapter is None:
             return True
-        if self._adapters.readiness(adapter) is not Readiness.READY:
+        if self.adapters.readiness(adapter) is not Readiness.READY:
             return False
         return adapter in self.active or self._fits_too(adapter)
 
     @property
     def _is_crowded(self) -> bool:
         """Whether not all entries can run at once."""
-        return not self._adapters.fits(self.entries, self.num_blocks)
+        return not self.adapters.fits(self.entries, self.num_blocks)
 
     def _fits_too(self, adapter: AdapterDigest) -> bool:
         num_blocks = self._num_active_blocks + self.entries[adapter].num_blocks
@@ -245,11 +236,11 @@ class AdapterSlices:
 
     def _fit(self, adapters: Collection[AdapterDigest], num_blocks: int) -> bool:
         """Whether these entries can run at once, with room to load ahead if not all entries can."""
-        return self._adapters.fits(adapters, num_blocks, leaves_spare=self._is_crowded)
+        return self.adapters.fits(adapters, num_blocks, leaves_spare=self._is_crowded)
 
     def open_lanes(self) -> dict[AdapterDigest | None, None]:
         """Adapters with waiting requests that may run now."""
-        lanes, resident = self._waiting.lanes, self._adapters.slots.by_owner
+        lanes, resident = self._waiting.lanes, self.adapters.slots.by_owner
         is_open: dict[AdapterDigest | None, None] = {None: None} if None in lanes else {}
         if len(lanes) > len(is_open):
             # There may be many more wanted adapters than resident ones, or many fewer.
@@ -287,7 +278,7 @@ class AdapterSlices:
     def give_up(self, adapter: AdapterDigest) -> None:
         """An entry's next request lacks pages: if it has no row, another may run in this step."""
         self.entries[adapter].lacked_room = self.step_id
-        if adapter in self.active and not self._adapters.num_seats(adapter):
+        if adapter in self.active and not self.adapters.num_seats(adapter):
             self._yield(self.active[adapter])
 
     # The rule
@@ -317,7 +308,7 @@ class AdapterSlices:
         for entry in list(self.active.values()):
             assert entry.adapter is not None
             if entry.state is EntryState.LOADING:
-                if not self._adapters.is_resident(entry.adapter):
+                if not self.adapters.is_resident(entry.adapter):
                     continue
                 self._move(entry, EntryState.RUNNING)
             if entry.paused or entry.adapter in wanted or self._num_rows(entry):
@@ -334,7 +325,7 @@ class AdapterSlices:
             entry: None for entry in paused if self.is_overdue(entry.paused_since)
         }
         count = len(self.active) + len(self.paused) + 2
-        adapters = self._waiting.next_adapters(count, self._adapters.slots.by_owner)
+        adapters = self._waiting.next_adapters(count, self.adapters.slots.by_owner)
         firsts = [*loaded, *(self._waiting.lanes[adapter].head for adapter in adapters)]
         firsts.sort(key=self._is_patient)
         for request in firsts:
@@ -364,8 +355,8 @@ class AdapterSlices:
                     continue
                 head = None  # It may still run for its paused requests.
                 victims = [] if fits else self._victims_for(entry, head)
-            is_resident = self._adapters.is_resident(entry.adapter)
-            comes_ahead = not is_resident and self._adapters.comes_ahead(entry.adapter)
+            is_resident = self.adapters.is_resident(entry.adapter)
+            comes_ahead = not is_resident and self.adapters.comes_ahead(entry.adapter)
             if victims is None or (victims and comes_ahead):
                 if self._is_urgent(entry, head):
                     return  # Nothing overtakes the next entry.
@@ -497,7 +488,7 @@ class AdapterSlices:
     def prepare(self, loaded: Collection[Request], without_room: set[AdapterDigest | None]) -> None:
         """Load weights to the device: for entries that may run, then for the next ones, last for
         those that lacked pages. As many as there are slots; later ones are loaded to the host."""
-        lanes, adapters = self._waiting.lanes, self._adapters
+        lanes, adapters = self._waiting.lanes, self.adapters
         claims, self._claims = self._claims, []
         if not (self.active or self.paused or loaded or len(lanes) > (None in lanes)):
             return
@@ -536,7 +527,7 @@ class AdapterSlices:
     def _num_rows(self, entry: Entry) -> int:
         """Rows of an entry; for the base model, whether it has any."""
         if entry.adapter is not None:
-            return self._adapters.num_seats(entry.adapter)
+            return self.adapters.num_seats(entry.adapter)
         return int(any(request.group[0] is None for request in self.rows.running))
 
     def _importance(self, entry: Entry, head: Request | None) -> int:

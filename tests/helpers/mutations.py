@@ -1444,7 +1444,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/slices.py",
-        "loads = QUANTUM_LOADS if self._adapters.loads_ahead else QUANTUM_LOADS_ALONE",
+        "loads = QUANTUM_LOADS if self.adapters.loads_ahead else QUANTUM_LOADS_ALONE",
         "loads = QUANTUM_LOADS",
         "rows are idle for a load every few steps where none can be loaded ahead",
         (SLICES + "test_l06_a_newcomer_waits_for_one_quantum_at_most[0]",),

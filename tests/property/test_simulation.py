@@ -55,6 +55,13 @@ def test_r01_a_seed_replays_exactly(seed: int) -> None:
     assert one.plan_digest != run_case(seed + 1).plan_digest
 
 
+def test_l07_a_pause_may_be_longer_by_waits_for_the_only_row() -> None:
+    """L07: the base model and an adapter take the only row from each other, 16 steps each, before
+    an overdue request of another adapter gets it. The audit's bound left these steps out."""
+    run = run_case(883000745)
+    assert run.num_pauses > 15
+
+
 STUCK = (
     1055, 3001609, 3002651, 3003654, 3004944, 3005870, 10000756, 10005398, 10026731, 10028359,
     30000262, 30000298, 30000673, 30000705, 30000766, 30000814, 30002408, 30003060, 30003306,

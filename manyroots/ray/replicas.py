@@ -14,6 +14,8 @@ from manyroots.gateway.local import ReplicaOptions, make_replicas
 from manyroots.gateway.replica_set import ReplicaSet
 from manyroots.process.progress import Progress
 
+logger = logging.getLogger("manyroots")
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -35,21 +37,36 @@ def ray_replicas(
         ) from error
     if not ray.is_initialized():
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        # Nothing is reported to the network, and no dashboard listens.
+        # Nothing is reported to the network.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        is_own = "RAY_ADDRESS" not in os.environ
-        ray.init(
-            include_dashboard=False if is_own else None,
-            # A Ray of our own has room for all replicas, as processes without Ray have.
-            num_cpus=max(os.cpu_count() or 1, options.max_replicas) if is_own else None,
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-        )
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(logging_level=logging.WARNING, log_to_driver=True)
+        else:
+            # It has room for all replicas, as processes without Ray have.
+            start_own_ray(max(os.cpu_count() or 1, options.max_replicas))
         # Ray's own handler would end this process before it has drained.
         for number, handler in handlers.items():
             signal.signal(number, handler)
     actor = actor_options(settings)
     return make_replicas(settings, options, lambda number: RayChild(actor), on_progress)
+
+
+def start_own_ray(num_cpus: int) -> None:
+    """A Ray of this machine, without a dashboard. Ray gives its node 30 seconds to start, which is
+    too few beside other work, and then raises a plain Exception: a second try is made."""
+    import ray
+
+    def start() -> None:
+        ray.init(
+            include_dashboard=False, num_cpus=num_cpus, logging_level=logging.WARNING,
+            log_to_driver=True,
+        )  # fmt: skip
+
+    try:
+        start()
+    except Exception as error:
+        logger.warning("Ray did not start (%s); trying once more", error)
+        start()
 
 
 def actor_options(settings: EngineSettings) -> dict[str, Any]:

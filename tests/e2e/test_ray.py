@@ -125,9 +125,10 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import httpx, ray
 from ray import serve
 from manyroots.ray import app
+from manyroots.ray.replicas import start_own_ray
 
 model, patience_s = sys.argv[1], float(sys.argv[2])
-ray.init(include_dashboard=False, num_cpus=4, logging_level="WARNING", log_to_driver=False)
+start_own_ray(4)
 serve.start(proxy_location="Disabled")
 handle = serve.run(app({
     "model": model, "replicas": "1", "port": 0, "device": "cpu", "served-model-name": "tiny",

@@ -18,12 +18,12 @@ from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, 
 from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     NO_RANKS,
+    block_at,
     early_ranks,
     expand_tile,
     has_few_ranks,
     part_of,
     rank_constants,
-    rows_of,
 )
 from manyroots.kernels.triton_fp8_rows import (
     best_scale,
@@ -95,10 +95,43 @@ def _tile_of_rows(
         tl.store(scales + group[None, :] * num_rows + rows[:, None], scale, mask=ok_group)
 
 
+@triton.jit
+def _tile_of_block(
+    gate_up, out, data, scales, hidden, pool, table, first, count, slot, cols, num_rows, n,
+    gate_factor, in_split, in_row, hidden_split, hidden_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute the columns `cols` of a block."""
+    inside = tl.minimum(cols, n - 1)
+    gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
+    up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
+    gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    if count == 1:
+        _tile_of_rows(
+            gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
+            up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows, n, gate_factor,
+            in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS,
+            HAS_OUT, PARTS, GROUP, 1, BLOCK_N, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    elif BLOCK_R > 1:
+        for begin in range(0, count, BLOCK_R):
+            _tile_of_rows(
+                gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
+                up_ranks, up_b, up_start, up_rank, first, count, begin, cols, num_rows, n,
+                gate_factor, in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS,
+                HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated(
-    gate_up, out, data, scales, hidden, pool, table, slots, blocks, num_rows, n, gate_factor,
-    in_split, in_row, hidden_split, hidden_row,
+    gate_up, out, data, scales, hidden, pool, table, slots, blocks, num_blocks, num_rows, n,
+    gate_factor, in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
@@ -107,32 +140,7 @@ def _gated(
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     program = tl.program_id(1)
-    if HIDDEN_SPLITS:
-        first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
-        if count == 0:
-            return
-        inside = tl.minimum(cols, n - 1)
-        gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
-        up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
-        gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        wait_for_inputs(DEPENDENT)
-        if count == 1:
-            _tile_of_rows(
-                gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
-                up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows, n, gate_factor,
-                in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS,
-                HAS_OUT, PARTS, GROUP, 1, BLOCK_N, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-        elif BLOCK_R > 1:
-            for begin in range(0, count, BLOCK_R):
-                _tile_of_rows(
-                    gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
-                    up_ranks, up_b, up_start, up_rank, first, count, begin, cols, num_rows, n,
-                    gate_factor, in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS,
-                    HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK, MAX_RANK,
-                )  # fmt: skip
-    else:
+    if HIDDEN_SPLITS == 0:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
         wait_for_inputs(DEPENDENT)
@@ -142,6 +150,22 @@ def _gated(
             NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
             MAX_RANK,
         )  # fmt: skip
+    elif BLOCK_R == 1:
+        _tile_of_block(
+            gate_up, out, data, scales, hidden, pool, table, program, 1, tl.load(slots + program),
+            cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
+            NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
+            MAX_RANK, DEPENDENT,
+        )  # fmt: skip
+    else:
+        for block in range(program, tl.load(num_blocks), tl.num_programs(1)):
+            first, count, slot = block_at(blocks, block)
+            _tile_of_block(
+                gate_up, out, data, scales, hidden, pool, table, first, count, slot, cols,
+                num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
+                NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
+                MAX_RANK, DEPENDENT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +232,7 @@ def gated(
     if form is not None and is_whole and lora is None:
         return _gated_rows(parts, activation, gate_factor, out, form)
     if lora is None:
-        adapters = (parts, parts, parts, parts, parts)
+        adapters = (parts, parts, parts, parts, parts, parts)
         strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, block_n, num_warps = 4, BLOCK_N, 4
         if num_rows > MANY_ROWS:
@@ -218,7 +242,9 @@ def gated(
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
+        adapters = (
+            hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks, rows.num_blocks,
+        )  # fmt: skip
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         ranks = rank_constants(lora.site)

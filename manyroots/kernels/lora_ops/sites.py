@@ -35,6 +35,10 @@ FEW_ROWS = 512
 rows."""
 TYPICAL_ADAPTERS = 8
 """Adapters of a step whose products were measured."""
+MOST_TYPICAL = 2
+"""Most programs that share the blocks of a step, as a multiple of its typical blocks. A graph has
+room for far more blocks than most of its steps have, and programs without a block cost time. With
+fewer, a step of 128 adapters takes longer."""
 MOST_SINGLE_ROWS = 32
 """Up to this many rows, a program of the fused kernels has one row. Shared weights are in the
 cache, and programs with several rows are large, so fewer fit on the chip at once."""
@@ -107,12 +111,17 @@ class LoraRows:
     """`slots` on the host, if the step was prepared there."""
 
     @property
+    def num_programs(self) -> int:
+        """Programs that take the blocks in turn."""
+        return min(self.max_blocks, MOST_TYPICAL * typical_blocks(self.slots.shape[0]))
+
+    @property
     def programs(self) -> tuple[int, int]:
         """Rows that a program of a fused kernel takes at a time, and the number of programs."""
         num_rows = self.slots.shape[0]
         if num_rows <= MOST_SINGLE_ROWS:
             return 1, num_rows
-        return DECODE_BLOCK_ROWS, self.max_blocks
+        return DECODE_BLOCK_ROWS, self.num_programs
 
     def between(self, first: int, last: int) -> LoraRows | None:
         """The rows [first, last) only, prepared by the torch set; None if all of them use the base

@@ -72,20 +72,11 @@ def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
-    """A fused program's first row, its number of rows, and their slot.
-
-    A program has a block of rows or, if a tile has room for no more, one row. There may be fewer
-    blocks than programs; the remaining programs have no rows.
-    """
-    if BLOCK_R == 1:
-        first = program
-        count = 1
-        slot = tl.load(slots + program)
-    else:
-        first = tl.load(blocks + 3 * program)
-        count = tl.load(blocks + 3 * program + 1)
-        slot = tl.load(blocks + 3 * program + 2)
+def block_at(blocks, index):
+    """A block's first row, its number of rows, and their slot."""
+    first = tl.load(blocks + 3 * index)
+    count = tl.load(blocks + 3 * index + 1)
+    slot = tl.load(blocks + 3 * index + 2)
     return first, count, slot
 
 
@@ -207,10 +198,7 @@ def _shrink(
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         split = item % NUM_SPLITS
         tile = item // NUM_SPLITS % NUM_TILES
-        block = item // (NUM_SPLITS * NUM_TILES)
-        first = tl.load(blocks + 3 * block)
-        count = tl.load(blocks + 3 * block + 1)
-        slot = tl.load(blocks + 3 * block + 2)
+        first, count, slot = block_at(blocks, item // (NUM_SPLITS * NUM_TILES))
         row_table = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
         total = tl.where(slot >= 0, tl.load(row_table + 1).to(tl.int32), 0)
         n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -311,34 +299,31 @@ def _expand(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    block = tl.program_id(1)
-    if block >= tl.load(num_blocks):
-        return
-    first = tl.load(blocks + 3 * block)
-    count = tl.load(blocks + 3 * block + 1)
-    slot = tl.load(blocks + 3 * block + 2)
-    if slot < 0:
-        return
-    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
-    if rank == 0:
-        return
-    for begin in range(tl.program_id(0) * BLOCK_N, size, tl.num_programs(0) * BLOCK_N):
-        cols = begin + tl.arange(0, BLOCK_N)
-        inside = tl.minimum(cols, size - 1)
-        first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        wait_for_inputs(DEPENDENT)
-        if count == 1:
-            _rows_expanded(
-                y, hidden, b, start, rank, first_ranks, first, 1, 0, cols, inside, size, first_col,
-                y_row, hidden_split, hidden_row, NUM_SPLITS, 1, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-        else:
-            for at in range(0, count, BLOCK_R):
+    for block in range(tl.program_id(1), tl.load(num_blocks), tl.num_programs(1)):
+        first, count, slot = block_at(blocks, block)
+        start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+        # The adapter may not change this part.
+        last = tl.where(rank > 0, size, 0)
+        for begin in range(tl.program_id(0) * BLOCK_N, last, tl.num_programs(0) * BLOCK_N):
+            cols = begin + tl.arange(0, BLOCK_N)
+            inside = tl.minimum(cols, size - 1)
+            first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+            wait_for_inputs(DEPENDENT)
+            if count == 1:
                 _rows_expanded(
-                    y, hidden, b, start, rank, first_ranks, first, count, at, cols, inside, size,
-                    first_col, y_row, hidden_split, hidden_row, NUM_SPLITS, BLOCK_R, RANK_BLOCK,
+                    y, hidden, b, start, rank, first_ranks, first, 1, 0, cols, inside, size,
+                    first_col, y_row, hidden_split, hidden_row, NUM_SPLITS, 1, RANK_BLOCK,
                     MAX_RANK,
                 )  # fmt: skip
+            else:
+                for at in range(0, count, BLOCK_R):
+                    _rows_expanded(
+                        y, hidden, b, start, rank, first_ranks, first, count, at, cols, inside,
+                        size, first_col, y_row, hidden_split, hidden_row, NUM_SPLITS, BLOCK_R,
+                        RANK_BLOCK, MAX_RANK,
+                    )  # fmt: skip
+    # The next kernel waits only for this one, which may have had nothing to do.
+    wait_for_inputs(DEPENDENT)
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
@@ -350,8 +335,8 @@ def expand(y: Tensor, term: LoraTerm) -> None:
     for part, size in enumerate(site.part_sizes):
         num_columns = triton.cdiv(size, block_n)
         if num_columns > WIDE_TILES:
-            num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
-        _expand[(num_columns, rows.max_blocks)](
+            num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.num_programs))
+        _expand[(num_columns, rows.num_programs)](
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
             PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=block_r,
@@ -382,31 +367,17 @@ def _rows_completed(
     tl.store(y + rows[:, None] * y_row + first_col + cols[None, :], total, mask=ok)
 
 
-@triton.jit(do_not_specialize=["first_part", "first_col", "size", "later_size"])
-def _complete(
-    sums, y, hidden, pool, table, slots, blocks, first_part, first_col, size, later_size,
-    sums_split, sums_row, y_row, hidden_split, hidden_row,
+@triton.jit
+def _block_completed(
+    sums, y, hidden, pool, table, first, count, slot, cols, part, first_col, size, sums_split,
+    sums_row, y_row, hidden_split, hidden_row,
     NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    IS_EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part, or two neighbours of `size` and `later_size` columns."""
-    let_next_begin(DEPENDENT)
-    first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
-    if count == 0:
-        return
-    tile = tl.program_id(0)
-    num_tiles = tl.cdiv(size, BLOCK_N)
-    if tile >= num_tiles:
-        tile -= num_tiles
-        first_part += 1
-        first_col += size
-        size = later_size
-    if IS_EVEN:
-        first_col, size = tl.multiple_of(first_col, 16), tl.multiple_of(size, 16)
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    """The columns `cols` of a block."""
     inside = tl.minimum(cols, size - 1)
-    start, rank, b = part_of(pool, table, slot, first_part, NUM_PARTS)
+    start, rank, b = part_of(pool, table, slot, part, NUM_PARTS)
     first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     if count == 1:
@@ -424,6 +395,43 @@ def _complete(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["first_part", "first_col", "size", "later_size"])
+def _complete(
+    sums, y, hidden, pool, table, slots, blocks, num_blocks, first_part, first_col, size,
+    later_size, sums_split, sums_row, y_row, hidden_split, hidden_row,
+    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    IS_EVEN: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One part, or two neighbours of `size` and `later_size` columns."""
+    let_next_begin(DEPENDENT)
+    tile = tl.program_id(0)
+    num_tiles = tl.cdiv(size, BLOCK_N)
+    if tile >= num_tiles:
+        tile -= num_tiles
+        first_part += 1
+        first_col += size
+        size = later_size
+    if IS_EVEN:
+        first_col, size = tl.multiple_of(first_col, 16), tl.multiple_of(size, 16)
+    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BLOCK_R == 1:
+        row = tl.program_id(1)
+        _block_completed(
+            sums, y, hidden, pool, table, row, 1, tl.load(slots + row), cols, first_part,
+            first_col, size, sums_split, sums_row, y_row, hidden_split, hidden_row, NUM_PARTS,
+            NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+        )  # fmt: skip
+    else:
+        for block in range(tl.program_id(1), tl.load(num_blocks), tl.num_programs(1)):
+            first, count, slot = block_at(blocks, block)
+            _block_completed(
+                sums, y, hidden, pool, table, first, count, slot, cols, first_part, first_col,
+                size, sums_split, sums_row, y_row, hidden_split, hidden_row, NUM_PARTS,
+                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+            )  # fmt: skip
+
+
 def complete(sums: Tensor, term: LoraTerm) -> Tensor:
     """The product [num_rows, n], in the dtype of adapters: partial sums [splits, num_rows, n] added
     up, and the adapters' part."""
@@ -438,8 +446,8 @@ def complete(sums: Tensor, term: LoraTerm) -> Tensor:
             later_size, COMPLETED_COLUMNS
         )
         _complete[(num_tiles, num_programs)](
-            sums, y, hidden, site.pool, site.table, rows.slots, rows.blocks, part, first_col, size,
-            later_size, *sums.stride()[:2], y.stride(0), *hidden.stride()[:2],
+            sums, y, hidden, site.pool, site.table, rows.slots, rows.blocks, rows.num_blocks, part,
+            first_col, size, later_size, *sums.stride()[:2], y.stride(0), *hidden.stride()[:2],
             NUM_PARTS=site.num_parts, NUM_SPLITS=sums.shape[0], HIDDEN_SPLITS=hidden.shape[0],
             BLOCK_R=block_r, BLOCK_N=COMPLETED_COLUMNS,
             IS_EVEN=all(number % 16 == 0 for number in sizes), **rank_constants(site),

@@ -23,12 +23,12 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_ops.sites import LoraTerm
 from manyroots.kernels.lora_ops.triton import (
+    block_at,
     early_ranks,
     expand_tile,
     has_few_ranks,
     part_of,
     rank_constants,
-    rows_of,
 )
 from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.triton_fp8_rows import (
@@ -178,23 +178,17 @@ def _piece_of_rows(
     tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _add_norm_piece(
-    residual, delta, also, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
-    num_rows, n, delta_split, delta_row, also_split, also_row, hidden_split, hidden_row,
+@triton.jit
+def _piece_of_block(
+    residual, delta, also, scale, out, squares, data, scales, hidden, pool, table, first, count,
+    slot, cols, num_rows, n, delta_split, delta_row, also_split, also_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin(DEPENDENT)
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(cols, n - 1)
-    scale = tl.load(weight + inside[None, :]).to(tl.float32)
-    first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
-    if count == 0:
-        return
+    """The columns `cols` of a block."""
     start, rank, b = part_of(pool, table, slot, 0, 1)
-    first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    first_ranks = early_ranks(b, rank, tl.minimum(cols, n - 1), RANK_BLOCK, MAX_RANK, DEPENDENT)
     wait_for_inputs(DEPENDENT)
     if count == 1:
         _piece_of_rows(
@@ -210,6 +204,36 @@ def _add_norm_piece(
                 first_ranks, first, count, begin, cols, num_rows, n, delta_split, delta_row,
                 also_split, also_row, hidden_split, hidden_row, NUM_SPLITS, ALSO, HIDDEN_SPLITS,
                 PARTS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_norm_piece(
+    residual, delta, also, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
+    num_blocks, num_rows, n, delta_split, delta_row, also_split, also_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, ALSO: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale = tl.load(weight + tl.minimum(cols, n - 1)[None, :]).to(tl.float32)
+    if BLOCK_R == 1:
+        row = tl.program_id(1)
+        _piece_of_block(
+            residual, delta, also, scale, out, squares, data, scales, hidden, pool, table, row, 1,
+            tl.load(slots + row), cols, num_rows, n, delta_split, delta_row, also_split, also_row,
+            hidden_split, hidden_row, NUM_SPLITS, ALSO, HIDDEN_SPLITS, PARTS, BLOCK_R, RANK_BLOCK,
+            MAX_RANK, DEPENDENT,
+        )  # fmt: skip
+    else:
+        for block in range(tl.program_id(1), tl.load(num_blocks), tl.num_programs(1)):
+            first, count, slot = block_at(blocks, block)
+            _piece_of_block(
+                residual, delta, also, scale, out, squares, data, scales, hidden, pool, table,
+                first, count, slot, cols, num_rows, n, delta_split, delta_row, also_split,
+                also_row, hidden_split, hidden_row, NUM_SPLITS, ALSO, HIDDEN_SPLITS, PARTS,
+                BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
             )  # fmt: skip
 
 
@@ -341,8 +365,8 @@ def add_norm(
         found = empty_rows(num_rows, n, form, PIECE, out, residual)
     _add_norm_piece[(num_pieces, num_programs)](
         residual, parts, others, weight, out, squares, *_places(found, residual), hidden,
-        lora.site.pool, lora.site.table, rows.slots, rows.blocks, num_rows, n, *parts.stride()[:2],
-        *others.stride()[:2], *hidden.stride()[:2],
+        lora.site.pool, lora.site.table, rows.slots, rows.blocks, rows.num_blocks, num_rows, n,
+        *parts.stride()[:2], *others.stride()[:2], *hidden.stride()[:2],
         NUM_SPLITS=parts.shape[0], ALSO=0 if also is None else others.shape[0],
         HIDDEN_SPLITS=hidden.shape[0],
         PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,

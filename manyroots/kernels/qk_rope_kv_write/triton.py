@@ -17,12 +17,12 @@ from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, 
 from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     NO_RANKS,
+    block_at,
     early_ranks,
     expand_tile,
     has_few_ranks,
     part_of,
     rank_constants,
-    rows_of,
 )
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMapping
 
@@ -119,10 +119,51 @@ def _head_of_rows(
     )  # fmt: skip
 
 
+@triton.jit
+def _head_of_block(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, pool, table, first,
+    count, slot, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+    token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute one head of a block."""
+    head = tl.program_id(0)
+    # The site's parts are q, k, v; rows of B count from the part's own first.
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+    part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
+    part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
+    start, rank, b_all = part_of(pool, table, slot, part, 3)
+    at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
+    a_cols = part_head * (2 * HALF) + at_a
+    b_cols = part_head * (2 * HALF) + at_b
+    a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    if count == 1:
+        _head_of_rows(
+            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
+            start, rank, a_ranks, b_ranks, a_cols, b_cols, first, 1, 0, eps, in_split, in_row,
+            hidden_split, hidden_row, page_stride, part_stride, token_stride, NUM_HEADS,
+            NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    elif BLOCK_R > 1:
+        for begin in range(0, count, BLOCK_R):
+            _head_of_rows(
+                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden,
+                b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps,
+                in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+                token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS,
+                HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _qk_rope_kv_write(
     qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
-    hidden, pool, table, slots, blocks,
+    hidden, pool, table, slots, blocks, num_blocks,
     num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
     token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
@@ -131,40 +172,8 @@ def _qk_rope_kv_write(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    head = tl.program_id(0)
     program = tl.program_id(1)
-    if HIDDEN_SPLITS:
-        first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
-        if count == 0:
-            return
-        # The site's parts are q, k, v; rows of B count from the part's own first.
-        is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
-        part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
-        part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
-        start, rank, b_all = part_of(pool, table, slot, part, 3)
-        at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
-        a_cols = part_head * (2 * HALF) + at_a
-        b_cols = part_head * (2 * HALF) + at_b
-        a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        wait_for_inputs(DEPENDENT)
-        if count == 1:
-            _head_of_rows(
-                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
-                start, rank, a_ranks, b_ranks, a_cols, b_cols, first, 1, 0, eps, in_split, in_row,
-                hidden_split, hidden_row, page_stride, part_stride, token_stride, NUM_HEADS,
-                NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-        elif BLOCK_R > 1:
-            for begin in range(0, count, BLOCK_R):
-                _head_of_rows(
-                    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden,
-                    b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps,
-                    in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
-                    token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS,
-                    HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
-                )  # fmt: skip
-    else:
+    if HIDDEN_SPLITS == 0:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
         wait_for_inputs(DEPENDENT)
@@ -174,6 +183,22 @@ def _qk_rope_kv_write(
             page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
             NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
+    elif BLOCK_R == 1:
+        _head_of_block(
+            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, pool,
+            table, program, 1, tl.load(slots + program), eps, in_split, in_row, hidden_split,
+            hidden_row, page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS,
+            HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+        )  # fmt: skip
+    else:
+        for block in range(program, tl.load(num_blocks), tl.num_programs(1)):
+            first, count, slot = block_at(blocks, block)
+            _head_of_block(
+                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, pool,
+                table, first, count, slot, eps, in_split, in_row, hidden_split, hidden_row,
+                page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
+                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+            )  # fmt: skip
 
 
 def qk_rope_kv_write(
@@ -196,7 +221,7 @@ def qk_rope_kv_write(
     q_out = torch.empty(num_rows, num_heads, head_dim, dtype=kept, device=qkv.device)
     weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
     if lora is None:
-        adapters = (parts, parts, parts, parts, parts)
+        adapters = (parts, parts, parts, parts, parts, parts)
         strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
         if num_rows > MANY_ROWS:
@@ -204,7 +229,9 @@ def qk_rope_kv_write(
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
+        adapters = (
+            hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks, rows.num_blocks,
+        )  # fmt: skip
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         # With many rows and few ranks, small programs: more of them run at once.

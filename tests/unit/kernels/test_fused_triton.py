@@ -29,6 +29,8 @@ FULL_SLOTS = (-1, *[0] * 40, 1, *[2] * 30)
 """A program per row, and one per block of rows; 30 rows of one adapter are two blocks, but 40 are
 one where a step has more than 64 rows: more than a program has at a time. Of the adapter with most
 ranks there are two rows in one of them and one in another, which are multiplied differently."""
+MIXED_SLOTS = (0, 0, 1, 2, 2, -1) * 10
+"""More blocks than there are programs: each takes several."""
 
 
 def term(
@@ -111,7 +113,7 @@ def test_rows_of_a_wider_product_are_added_up_and_normalised(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS, FULL_SLOTS])
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS, FULL_SLOTS, MIXED_SLOTS])
 @pytest.mark.parametrize(("size", "splits"), [(384, 1), (640, 3)])
 def test_add_norm_and_a_product_equal_the_whole_norm_and_the_product(
     size: int, splits: int, slots: tuple[int, ...], dtype: torch.dtype
@@ -148,7 +150,7 @@ def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS, MIXED_SLOTS])
 def test_gated_equals_the_reference(
     slots: tuple[int, ...], splits: int, has_adapters: bool, dtype: torch.dtype
 ) -> None:
@@ -181,13 +183,13 @@ def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("norm_of", ["none", "the model's dtype", "float32"])
-@pytest.mark.parametrize("row_slots", [SLOTS, MANY_SLOTS])
+@pytest.mark.parametrize("row_slots", [SLOTS, MANY_SLOTS, MIXED_SLOTS])
 def test_qk_rope_kv_write_gives_q_and_fills_exactly_the_slots(
     row_slots: tuple[int, ...], norm_of: str, has_adapters: bool, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim, tokens = 6, 2, 32, len(row_slots)
     qkv = randn(2, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    positions = torch.tensor([0, 5, 6, 7, 300, 2, 1] * 5, device=DEVICE)[:tokens]
+    positions = torch.tensor([0, 5, 6, 7, 300, 2, 1] * 9, device=DEVICE)[:tokens]
     # Many rows' heads are turned in part, and without a norm not at all.
     num_pairs = dim // 2 if row_slots is SLOTS else dim // 8
     num_pairs = 0 if norm_of == "none" and row_slots is MANY_SLOTS else num_pairs
@@ -198,9 +200,9 @@ def test_qk_rope_kv_write_gives_q_and_fills_exactly_the_slots(
     ranks = [(8, 8, 16), (16, 0, 8), (24, 8, 8)]
     lora = term(sizes, ranks, dtype, row_slots) if has_adapters else None
     # A view of one layer of an arena, as the store gives it; the last row writes nowhere.
-    arena = torch.full((9, 3, 2, 4, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
+    arena = torch.full((16, 3, 2, 4, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
     other = arena.clone()
-    places = torch.randperm(36, generator=torch.Generator().manual_seed(6))[:tokens].int()
+    places = torch.randperm(64, generator=torch.Generator().manual_seed(6))[:tokens].int()
     pages, offsets = places // 4, places % 4
     pages[-1] = -1
     slots = SlotMapping(pages.to(DEVICE), offsets.to(DEVICE))

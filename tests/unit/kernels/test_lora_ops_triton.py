@@ -35,9 +35,13 @@ def test_shrink_is_each_rows_own_product_and_nothing_else(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("slots", [(-1, *[0] * 19, 1, 2, 2, -1), (-1, 0, 0, 1, 2, 2, -1) * 9])
+def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(
+    slots: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """In the second case a program has several blocks."""
     site = make_site(64, (32, 200, 16), RANKS, dtype)
-    rows = make_rows(-1, *[0] * 19, 1, 2, 2, -1, block_rows=64)
+    rows = make_rows(*slots, block_rows=64)
     hidden = randn(2, len(rows.slots), site.width, seed=2)
     y = randn(len(rows.slots), 248, dtype=dtype, seed=3)
     expected = y.clone()
@@ -51,13 +55,18 @@ def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "slots", [(-1, 0, 0, 1, 2, 2, -1), (-1, *[0] * 30, 1, 2, 2, -1), (*[2] * 40, -1, *[0] * 30)]
-)
+    "slots",
+    [
+        (-1, 0, 0, 1, 2, 2, -1), (-1, *[0] * 30, 1, 2, 2, -1), (*[2] * 40, -1, *[0] * 30),
+        (-1, 0, 0, 1, 2, 2) * 10,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("splits", [1, 3])
 def test_partial_sums_are_added_up_with_each_rows_own_parts(
     splits: int, slots: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """A program per row, and one per block of rows; rows of the base model, too."""
+    """A program per row, one per block of rows, and one for several blocks; rows of the base
+    model, too."""
     site = make_site(64, (32, 200, 16), RANKS, dtype)
     rows = make_rows(*slots, block_rows=block_rows_for(len(slots)))
     hidden = randn(2, len(slots), site.width, seed=2)

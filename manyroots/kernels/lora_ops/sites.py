@@ -24,7 +24,7 @@ from torch import Tensor
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.lora_ops.batch import AdapterBatch
 
-RANK_STEP = 8
+RANK_STEP, WIDTH_STEP = 8, 16
 
 DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
@@ -71,8 +71,10 @@ class PoolSite:
 
     @property
     def width(self) -> int:
-        """Columns of shrunk activations: `max_rank` for each part, enough for any slot."""
-        return self.num_parts * self.max_rank
+        """Columns of shrunk activations, enough for any slot. They are a multiple of 16, so that
+        the distance between partial sums is, too: else Triton compiles kernels once more for an odd
+        number of rows."""
+        return -(-self.num_parts * self.max_rank // WIDTH_STEP) * WIDTH_STEP
 
     def b(self, offset: int, size: int, rank: int) -> Tensor:
         """A part's B [size, rank], for either layout."""

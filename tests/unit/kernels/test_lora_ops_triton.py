@@ -34,6 +34,18 @@ def test_shrink_is_each_rows_own_product_and_nothing_else(
             assert_close("lora", hidden[row, :total], expected[row, :total], dtype)
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("rank", [8, 24])
+def test_s04_the_distance_of_partial_sums_is_aligned_for_any_number_of_rows(
+    rank: int, num_parts: int
+) -> None:
+    """S04: Triton compiles a kernel again where a number is not a multiple of 16 any more."""
+    site = make_site(64, (16,) * num_parts, [(rank,) * num_parts])
+    hidden = fast.shrink(randn(7, 64), site, make_rows(*[0] * 7)).hidden
+    assert hidden.shape[:2] == (fast.FEW.num_splits, 7)
+    assert hidden.stride(0) % 16 == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slots", [(-1, *[0] * 19, 1, 2, 2, -1), (-1, 0, 0, 1, 2, 2, -1) * 9])
 def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(
@@ -144,6 +156,6 @@ def test_a_graph_with_room_for_more_blocks_ignores_the_empty_ones() -> None:
         rows.slots, torch.cat([rows.blocks, rows.blocks.new_zeros(3, 3)]), rows.num_blocks, 4
     )
     x = randn(2, 64)
-    hidden = fast.shrink(x, site, roomy).hidden.sum(0, keepdim=True)
-    assert_close("lora", hidden, reference.shrink(x, site, rows).hidden, torch.float32)
+    hidden = fast.shrink(x, site, roomy).hidden.sum(0, keepdim=True)[..., :8]
+    assert_close("lora", hidden, reference.shrink(x, site, rows).hidden[..., :8], torch.float32)
     assert hidden.device.type == DEVICE.type

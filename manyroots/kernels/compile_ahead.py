@@ -2,8 +2,8 @@
 
 Takes a function that launches kernels; returns nothing, but afterwards the kernels are compiled and
 in Triton's cache on disk. Triton compiles a kernel at its first launch, one after the other on one
-core. Here a launch only records what to compile, and threads compile it. Most of the time goes to
-LLVM and the assembler, which release Python's lock.
+core. Here a launch only records what to compile. Threads take the records and let helper processes
+compile them (`compile_helpers.py`).
 
 Nothing is computed, so memory that kernels would have written holds zeros. An index that another
 operator reads from it is therefore valid.
@@ -11,8 +11,8 @@ operator reads from it is therefore valid.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,36 +24,57 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 32
-
 
 def compile_ahead(launch_all: Callable[[], object]) -> None:
     """Compile every kernel that `launch_all` launches. Does nothing on a machine with one core or
     with an unsuitable Triton: kernels are then compiled at their first launch."""
-    num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     try:
         from triton.runtime._async_compile import AsyncCompileMode
+
+        from manyroots.kernels.compile_helpers import HELPERS, num_at_once
     except ImportError:
         return
-    if num_threads < 2:
+    if num_at_once() < 2:
         return
-    began = time.monotonic()
+    began, before = time.monotonic(), HELPERS.num_compiled
     try:
-        _compile(launch_all, num_threads, AsyncCompileMode)
+        with (
+            _compiled_by(HELPERS.compile),
+            ThreadPoolExecutor(num_at_once(), thread_name_prefix="compile") as threads,
+            # A compile error is raised again, and reported, at the launch.
+            AsyncCompileMode(threads, ignore_errors=True),
+            _named_only(),
+        ):
+            launch_all()
     except Exception:
         logger.warning("kernels are compiled when they are first launched", exc_info=True)
         return
-    logger.info("kernels compiled in %.1f s by %d threads", time.monotonic() - began, num_threads)
+    took_s, num_compiled = time.monotonic() - began, HELPERS.num_compiled - before
+    logger.info("kernels compiled in %.1f s, %d by helper processes", took_s, num_compiled)
 
 
-def _compile(launch_all: Callable[[], object], num_threads: int, mode: Callable[..., Any]) -> None:
-    with (
-        ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as threads,
-        # A compile error is raised again, and reported, at the launch.
-        mode(threads, ignore_errors=True),
-        _named_only(),
-    ):
-        launch_all()
+def end_helpers() -> None:
+    """After the last `compile_ahead` of a start."""
+    with contextlib.suppress(ImportError):
+        from manyroots.kernels.compile_helpers import HELPERS
+
+        HELPERS.close()
+
+
+@contextmanager
+def _compiled_by(compiler: Callable[..., Any]) -> Iterator[None]:
+    """Kernels call `compiler` instead of Triton's `compile`, which each keeps as an attribute."""
+    from triton.runtime.jit import JITFunction
+
+    def keep(kernel: JITFunction[Any], own: Callable[..., Any]) -> None:
+        kernel.__dict__["compile"] = own
+
+    # A property of the class comes before an attribute of the kernel.
+    JITFunction.compile = property(lambda _: compiler, keep)
+    try:
+        yield
+    finally:
+        del JITFunction.compile
 
 
 @contextmanager
@@ -61,9 +82,12 @@ def _named_only() -> Iterator[None]:
     """Turns launches into compilations, one for each kind of launch."""
     from triton.runtime.jit import JITFunction
 
+    from manyroots.kernels.compile_helpers import fix_hash
+
     run, seen = JITFunction.run, set[object]()
 
     def named(kernel: Any, *args: Any, **options: Any) -> None:
+        fix_hash(kernel)
         constants = kernel.constexprs
         key = (
             kernel,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from manyroots.kernels.compile_ahead import compile_ahead
+from manyroots.kernels.compile_ahead import compile_ahead, end_helpers
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.layers.step import LogitsIndices
 from manyroots.process.progress import stage
@@ -54,6 +54,7 @@ class Warmup:
         """Compile and capture what the first requests would otherwise wait for, with steps of at
         most so many tokens."""
         self._compile(max_num_tokens, has_adapters=has_adapters)
+        end_helpers()
         if self._graphs is not None:
             with stage("of it capturing"):
                 self._graphs.capture_all(self._mixed(max_num_tokens))

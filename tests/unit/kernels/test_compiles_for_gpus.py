@@ -243,7 +243,7 @@ def ended(request: pytest.FixtureRequest) -> Ended:
         input=json.dumps({name: SCRIPTS[name] for name in sorted(wanted)}),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1100,
         cwd=ROOT,
     )
     return dict(map(json.loads, found.stdout.splitlines())), found.stderr[-6000:]

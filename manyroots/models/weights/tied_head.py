@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-ENDINGS = ("embed_tokens.weight", HEAD)
-"""Endings of their names in any checkpoint."""
+ENDINGS = ("embed_tokens.weight", "embeddings.weight", HEAD)
+"""Endings of their names in any checkpoint; the second is Nemotron-H's."""
 Translate = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 _ROWS_AT_ONCE = 4096
 """Rows of a large vocabulary; some tens of megabytes."""

@@ -78,6 +78,12 @@ def test_whatever_a_tied_checkpoint_has_its_logits_are_transformers(
     check_logits(tmp_path, PagedModel(load_tiny(tmp_path)).step(prompts()))
 
 
+def test_f01_nemotrons_head_is_its_own_whatever_its_config_ties(tmp_path: Path) -> None:
+    """F01: transformers ties nothing there. Checkpoints call the embedding `embeddings`."""
+    save_tiny(tmp_path, "nemotron-h", tie_word_embeddings=True)
+    check_logits(tmp_path, PagedModel(load_tiny(tmp_path)).step(prompts()))
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_w16_ranks_agree_whether_the_head_is_tied(checkpoint: str, tmp_path: Path) -> None:
     """W16: each rank looks at the checkpoint itself, and all see the same."""

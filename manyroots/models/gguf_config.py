@@ -31,6 +31,13 @@ _ENDS = frozenset({
 """Texts of tokens that end a sequence: llama.cpp's rule, on which converters rely. Files of Gemma
 name only <eos>, but its turns end with another token."""
 
+_YARN = {
+    "attention_factor": "yarn_attn_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+}
+"""Fields of YaRN that the converter copies from a config if it has them, and their keys."""
+
 
 def config_of(file: GGUFFile) -> Config:
     """The config of the model in `file`."""
@@ -161,7 +168,7 @@ def _rope_parameters(file: GGUFFile, form: GgufForm) -> Values:
     if kind == "yarn":
         original = file.whole(f"{prefix}.original_context_length")
         parameters["original_max_position_embeddings"] = original
-        for name in ("beta_fast", "beta_slow"):
-            if (key := f"{prefix}.yarn_{name}") in file.metadata:
+        for name, theirs in _YARN.items():
+            if (key := f"{prefix}.{theirs}") in file.metadata:
                 parameters[name] = file.number(key)
     return parameters

@@ -67,6 +67,8 @@ def refuse_unread(file: GGUFFile, form: GgufForm, head_dim: int) -> None:
     """Refuse metadata that would otherwise be ignored."""
     neutral = _NEUTRAL | dict.fromkeys(_HEAD_SIZES, (head_dim,))
     neutral["attention.scale"] = (_as_float32(head_dim**-0.5),)
+    if file.metadata.get(f"{form.name}.rope.scaling.type") == "yarn":
+        del neutral["rope.scaling.yarn_attn_factor"]  # read with the other fields of YaRN
     for key, values in neutral.items():
         value = file.metadata.get(f"{form.name}.{key}")
         if value and value not in values and key not in form.reads:

@@ -22,6 +22,8 @@ from manyroots.models.windows import FULL, SLIDING, gguf_pattern, gguf_window, o
 
 _KINDS = (FULL, SLIDING)
 _THETA = 500_000.0
+_ATTENTION_FACTOR = "olmo2.rope.scaling.attn_factor"
+"""Older files of OLMo 3 have the config's attention_factor here."""
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -53,7 +55,9 @@ def _finish_typed(values: Values) -> None:
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:
     """Layers with a window have the same base, without scaling."""
-    full = values["rope_parameters"]
+    full = dict(values["rope_parameters"])
+    if full["rope_type"] == "yarn" and _ATTENTION_FACTOR in file.metadata:
+        full["attention_factor"] = file.number(_ATTENTION_FACTOR)
     is_local = gguf_pattern(file, values["num_hidden_layers"], default=4)
     layers = range(values["num_hidden_layers"])
     return {
@@ -94,6 +98,7 @@ ARCHITECTURES = {
             _of_gguf,
             is_meant=lambda file: bool(gguf_window(file)),
             in_block=_IN_BLOCK,
+            reads=("rope.scaling.attn_factor",),
         ),
     ),
 }

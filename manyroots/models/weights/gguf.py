@@ -21,6 +21,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Not a weight: divides the rotary frequencies. Read with the config."""
 _NO_WEIGHTS = ("rope_freqs.", "rope_factors_")
 """Read with the config."""
+_OF_PREDICTION = ".nextn."
+"""In names around the layer that predicts tokens ahead (MTP), which is not read from such files."""
 OF_TOKENS = ("token_embd.weight", "output.weight")
 """Embedding and head; models that tie them have only the first."""
 
@@ -51,7 +53,7 @@ _IN_BLOCK = {
 def tensors(file: GGUFFile, form: GgufForm, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the file."""
     for name in file.tensors:
-        if name.startswith(_NO_WEIGHTS):
+        if name.startswith(_NO_WEIGHTS) or _OF_PREDICTION in name:
             continue
         own_name = checkpoint_name(name, file, form.in_block)
         tensor = torch.from_numpy(file.read(name))

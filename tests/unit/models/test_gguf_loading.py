@@ -75,6 +75,47 @@ def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_pat
         assert torch.equal(weight, from_file[name]), name
 
 
+def test_a_layer_that_predicts_tokens_ahead_is_left_out(tmp_path: Path) -> None:
+    """Files of GLM-4.5 have it as one more block, with parts of its own."""
+    theirs = save_tiny(tmp_path / "folder", "glm4-moe", num_hidden_layers=3)
+    by_folder, state = load_tiny(tmp_path / "folder"), dict(theirs.state_dict())
+    last = {name for name in state if name.startswith("model.layers.2.")}
+    state |= {name.replace(".2.", ".3.", 1): state[name] for name in last}
+    theirs.config.num_hidden_layers = 4
+    file = write_gguf(
+        tmp_path / "model.gguf", theirs.config, state,
+        extra_metadata={"nextn_predict_layers": 1},
+        extra_tensors={
+            "blk.3.nextn.eh_proj.weight": np.zeros((48, 96), np.float32),
+            "blk.3.nextn.shared_head_norm.weight": np.zeros(48, np.float32),
+        },
+    )  # fmt: skip
+    from_folder, from_file = tensors_of(by_folder), tensors_of(load_tiny(file))
+    assert from_folder.keys() == from_file.keys()
+    for name, weight in from_folder.items():
+        assert torch.equal(weight, from_file[name]), name
+
+
+@pytest.mark.parametrize("key", ["attn_factor", "yarn_attn_factor"])
+def test_the_attention_factor_of_an_olmo_3_is_read_from_either_key(
+    key: str, tmp_path: Path
+) -> None:
+    """The converter copies the config's attention_factor; it has written it under both."""
+    yarn = {**YARN, "attention_factor": 1.25}
+    plain = {"rope_type": "default", "rope_theta": YARN["rope_theta"]}
+    ropes = {"full_attention": yarn, "sliding_attention": plain}
+    config = tiny_config("olmo3", rope_parameters=ropes)
+    metadata = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+        f"rope.scaling.{key}": 1.25,
+    }
+    file = write_gguf(tmp_path / "m.gguf", config, extra_metadata=metadata)
+    spec = describe(resolve_source(ModelSettings(model=str(file))))
+    assert spec.ropes == tiny_spec("olmo3", rope_parameters=ropes).ropes
+
+
 def as_float32(value: Any) -> Any:
     """A description with its numbers as a file's metadata can have them."""
     if isinstance(value, float):
@@ -240,6 +281,7 @@ UNREAD: list[tuple[str, str, object, object]] = [
     ("llama", "attention.clamp_kqv", 8.0, 0.0),
     ("llama", "attention.value_length", 16, 8),
     ("llama", "rope.scaling.attn_factor", 0.75, 1.0),
+    ("llama", "rope.scaling.yarn_attn_factor", 0.75, 1.0),
     ("llama", "rope.scaling.yarn_log_multiplier", 0.125, 0.0),
     ("qwen2", "final_logit_softcapping", 30.0, 0.0),
     ("qwen3", "attention.causal", 2, True),

@@ -1,4 +1,5 @@
-"""Mistral: Llama without any biases, and in its first versions with a sliding window."""
+"""Mistral: Llama without any biases, and in its first versions with a sliding window. Ministral:
+windows by the type of each layer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from manyroots.models.windows import FULL, SLIDING, gguf_window, of_every_layer,
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """Mistral 7B and similar models."""
+    """Mistral 7B, Ministral 8B and similar models."""
     # Transformers' AutoConfig does the same for a Mistral whose config types its layers.
     rule = of_typed_layers if reader.text.model_type == "ministral" else of_every_layer
     return reader.model(
@@ -58,12 +59,13 @@ DEFAULTS: Values = COMMON | {
     "sliding_window": 4096,
     "eos_token_id": 2,
 }
+_MINISTRAL = ConfigType(DEFAULTS | {"layer_types": None}, _typed)
 ARCHITECTURES = {
     "MistralForCausalLM": Architecture(
         {
             "mistral": ConfigType(DEFAULTS, _finish),
             # Transformers does the same for a Mistral whose config types its layers.
-            "ministral": ConfigType(DEFAULTS | {"layer_types": None}, _typed),
+            "ministral": _MINISTRAL,
         },
         describe,
         # Files of Mistral have the architecture llama; the window distinguishes them.
@@ -71,4 +73,6 @@ ARCHITECTURES = {
             "llama", "mistral", is_meant=lambda file: bool(gguf_window(file)), restore=unpaired
         ),
     ),
+    # The name that transformers saves such a model under.
+    "MinistralForCausalLM": Architecture({"ministral": _MINISTRAL}, describe),
 }

@@ -42,6 +42,8 @@ from transformers import (
     LlamaForCausalLM,
     MiniCPM3Config,
     MiniCPM3ForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -307,6 +309,11 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
     ),
     "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
+    "ministral": (
+        MinistralConfig,
+        MinistralForCausalLM,
+        {"head_dim": 16, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
     "qwen2-window": (
         Qwen2Config,
         Qwen2ForCausalLM,

@@ -111,8 +111,10 @@ def _rounded(x: Tensor, form: Fp8Form) -> Tensor:
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:
-    """The config's own entry."""
+    """The config's own entry; a model with vision may have it in the text model's config."""
     said = getattr(config, "quantization_config", None)
+    if said is None:
+        said = getattr(getattr(config, "text_config", None), "quantization_config", None)
     if said is None:
         return None
     words: dict[str, Any] = said if isinstance(said, dict) else said.to_dict()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-from manyroots.errors import AdapterError
+from manyroots.errors import AdapterError, ModelError
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
 from manyroots.models.weights.safetensors import SINGLE_FILE
@@ -53,6 +54,18 @@ def save(folder: Path) -> Any:
                 parameter.normal_(std=0.2)
     model.save_pretrained(folder)
     return model
+
+
+def test_q01_quantization_of_the_text_model_alone_counts(tmp_path: Path) -> None:
+    """Q01: as transformers reads it, where the whole model's config has none."""
+    save(tmp_path)
+    awq = {"quant_method": "awq", "bits": 4}
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["quantization_config"] = awq
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"is quantized \(method 'awq'\)"):
+        load_tiny(tmp_path)
 
 
 def rename(folder: Path, names: dict[str, str]) -> dict[str, Tensor]:

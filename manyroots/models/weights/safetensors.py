@@ -96,6 +96,11 @@ def _nothing_to_load(folder: Path) -> str:
             "code when opened and are never loaded. Convert it: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
+    if gguf := _named(folder, "*.gguf"):
+        return (
+            f"{folder} has no safetensors, but {gguf}, which is not read beside a config.json; "
+            "pass the file itself, or --load-format gguf."
+        )
     return (
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; point --model at a folder with "
         "weights, or use --load-format dummy."

@@ -204,6 +204,13 @@ def test_r05_pickles_are_never_opened(folder: Path) -> None:
         load_tiny(folder)
 
 
+def test_a_gguf_file_beside_a_config_is_named(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    (folder / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(ModelError, match=r"model-Q4_K_M\.gguf.*pass the file .*load-format gguf"):
+        load_tiny(folder)
+
+
 def test_a_folder_without_weights_says_so(folder: Path) -> None:
     (folder / SINGLE_FILE).unlink()
     with pytest.raises(ModelError, match=r"neither model\.safetensors.*dummy"):

@@ -134,7 +134,7 @@ ARCHITECTURES = {
                 {
                     "vocab_size": 131072,
                     "hidden_size": 4096,
-                    "layer_types": None,
+                    "layers_block_type": None,
                     "tie_word_embeddings": False,
                     "eos_token_id": 2,
                     "num_attention_heads": 32,
@@ -170,7 +170,7 @@ ARCHITECTURES = {
                 },
                 _finish,
                 other_names={
-                    "layer_types": "layers_block_type",
+                    "layers_block_type": "layer_types",
                     "n_routed_experts": "num_local_experts",
                 },
                 may_be_null=KV_HEADS,

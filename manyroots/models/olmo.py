@@ -50,7 +50,20 @@ def _layer(reader: ConfigReader, window: int | None) -> LayerSpec:
 
 def _finish_typed(values: Values) -> None:
     fill_kv_heads(values)
+    _check_theta(values)
     fill_types(values, lambda layer: SLIDING if (layer + 1) % 4 else FULL)
+
+
+def _check_theta(values: Values) -> None:
+    """Refuse a base whose meaning depends on transformers' version: in older ones it is that of all
+    layers, in newer ones that of layers with full attention."""
+    theta, rope = values.get("rope_theta", _THETA), values["rope_parameters"]
+    local = rope.get(SLIDING) if isinstance(rope, dict) else None
+    if theta != _THETA and "rope_theta" not in (local or {}):
+        raise ValueError(
+            f"its rope_theta is {theta}, and versions of transformers disagree on whether it "
+            f"applies to {SLIDING}. Write rope_theta into rope_parameters for each type of layer."
+        )
 
 
 def _of_gguf(file: GGUFFile, values: Values) -> Values:

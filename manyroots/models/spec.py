@@ -288,5 +288,7 @@ class ConfigReader:
         rope = self.text.rope_parameters if is_rotated else {}
         if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
             return said
+        if any(isinstance(one, dict) for one in rope.values()):
+            return said  # numbers beside the sets of each type of layer count for nothing
         length = min(rope["original_max_position_embeddings"], MAX_POSITIONS)
         return max(said, int(min(length * rope["factor"], MAX_POSITIONS)))

@@ -42,7 +42,9 @@ KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
     "qwen3-window", "qwen3-moe", "qwen3-moe-window", "gemma3", "gpt-oss", "lfm2", "qwen3-next",
     "qwen3.5", "qwen3.5-moe", "granite-h", "granite-h-dense", "falcon-h1", "falcon-h1-norm",
-    "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "minicpm3", "kimi-linear",
+    "deepseek-v2", "deepseek-v3", "glm4-moe-lite", "minicpm3", "kimi-linear", "ministral",
+    "mixtral", "gemma2", "olmo2", "olmo3", "phi3", "phi3-long", "smollm3", "granite", "glm4-moe",
+    "nemotron-h", "deepseek-v32", "glm-moe-dsa", "deepseek-v4",
 )  # fmt: skip
 NOT_OF_THE_MODEL = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "auto_map",

@@ -202,6 +202,25 @@ def test_a_context_that_yarn_stretches_is_as_long(
     assert describe(resolve_source(ModelSettings(model=str(folder)))).max_len == longest
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("more", [{}, {"original_max_position_embeddings": 200}])
+def test_f01_yarn_beside_the_rotations_of_each_type_of_layer_stretches_nothing(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """F01: transformers looks only at those of a type of layer, too."""
+    flat = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **more}
+    folder = write(tmp_path, kind, max_position_embeddings=256, rope_parameters=flat)
+    assert describe(resolve_source(ModelSettings(model=str(folder)))).max_len == 256
+
+
+def test_f01_a_base_of_olmo_3_on_which_versions_disagree_is_refused(tmp_path: Path) -> None:
+    """F01: older versions of transformers rotate all layers by it, newer ones some."""
+    folder = write(tmp_path, "olmo3", rope_parameters=None, rope_theta=1e6)
+    with pytest.raises(ModelError, match=r"rope_theta is 1000000\.0.*each type of layer"):
+        open_model(folder)
+    describe(resolve_source(ModelSettings(model=str(write(tmp_path, "olmo3", rope_theta=5e5)))))
+
+
 def test_layers_without_positions_are_stretched_by_nothing(tmp_path: Path) -> None:
     """Nor is what their config says of rotations looked at."""
     config = json.loads(tiny_config("granite-h").to_json_string())

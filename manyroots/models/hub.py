@@ -11,6 +11,9 @@ from manyroots.errors import ModelError
 
 _CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _WEIGHT_FILES = ["*.safetensors"]
+_COPIES = ["*/*.safetensors", "consolidated*.safetensors"]
+"""The same weights in their makers' formats, which are never read; gpt-oss and Mistral have them.
+In a pattern, * stands for slashes, too."""
 
 
 def download_folder(hub_id: str, revision: str | None, *, with_weights: bool) -> Path:
@@ -21,7 +24,10 @@ def download_folder(hub_id: str, revision: str | None, *, with_weights: bool) ->
 
     patterns = _CONFIG_FILES + (_WEIGHT_FILES if with_weights else [])
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        found = snapshot_download(
+            hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=_COPIES
+        )
+        folder = Path(found)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         at = f" at revision {revision!r}" if revision else ""
@@ -30,3 +36,10 @@ def download_folder(hub_id: str, revision: str | None, *, with_weights: bool) ->
             f"hub ({reason}). Check the name, the network and, for gated models, your hub login; "
             "or download it elsewhere and pass the folder."
         ) from error
+    if with_weights and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"the model {hub_id!r} has no safetensors in transformers' form on the hub, and no "
+            "other weights are fetched from there. Download a GGUF file yourself and pass its "
+            "path; convert pickles with save_pretrained and pass the folder."
+        )
+    return folder

@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ModelError
@@ -107,17 +108,35 @@ def test_a_hub_id_fetches_weights_only_where_they_are_needed(
 ) -> None:
     asked: list[list[str]] = []
 
-    def snapshot(hub_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(
+        hub_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
         assert (hub_id, revision) == ("org/name", "v1")
+        names = ["model-1.safetensors", "original/model.safetensors", "consolidated.safetensors"]
+        fetched = filter_repo_objects(
+            [*names, "config.json"], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        assert set(fetched) <= {"model-1.safetensors", "config.json"}
         asked.append(allow_patterns)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    (folder / "model.safetensors").touch()
     assert resolve("org/name", revision="v1").name == "org/name"
     resolve("org/name", revision="v1", load_format="dummy")
     assert "*.safetensors" in asked[0]
     assert "*.safetensors" not in asked[1]
     assert not [pattern for pattern in asked[0] if pattern.endswith((".bin", ".pt"))]
+
+
+def test_a_hub_id_without_safetensors_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a repository of GGUF files, or of pickles, nothing but small files is fetched."""
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(folder))
+    with pytest.raises(ModelError, match=r"'org/name-GGUF' has no safetensors.*pass its path"):
+        resolve("org/name-GGUF")
+    assert resolve("org/name-GGUF", load_format="dummy").name == "org/name-GGUF"
 
 
 def test_a_hub_id_that_can_not_be_fetched_names_it_and_the_remedy(

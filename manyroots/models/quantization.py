@@ -19,6 +19,7 @@ from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.layers.weights.int8 import Int8Format
 from manyroots.layers.weights.mxfp4 import Mxfp4Format
+from manyroots.models.fields import shown
 from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
@@ -129,6 +130,8 @@ def _stored(said: dict[str, Any], model_type: str) -> WeightFormat:
             return stored
     groups = groups_of(said)
     what = f"method {said['quant_method'] or 'unknown'!r}"
+    if "quant_algo" in said:
+        what += f", quant_algo {shown(said['quant_algo'])}"
     if groups:
         own = groups[0]
         what += f", weights of {own.get('num_bits')} bits, " + ", ".join(

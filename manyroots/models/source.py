@@ -152,12 +152,8 @@ def _from_folder(path: Path, name: str) -> ModelSource:
     check_fields(generation, str(generation_file), {"eos_token_id": TOKENS})
     written = _read_json(file)
     check_fields(written, str(file), WRITTEN_FIELDS)
-    if (path / _OF_MODELOPT).is_file() and not written.get("quantization_config"):
-        raise ModelError(
-            f"{path} was quantized by ModelOpt ({_OF_MODELOPT}), and its config.json does not say "
-            "how; this version reads FP8 checkpoints of transformers, FBGEMM and compressed-"
-            "tensors. Use one of these, or an unquantized one."
-        )
+    if not written.get("quantization_config") and (path / _OF_MODELOPT).is_file():
+        written["quantization_config"] = _modelopt(path / _OF_MODELOPT)
     if isinstance(written.get("text_config"), dict):
         check_fields(written["text_config"], f"the text_config of {file}", WRITTEN_FIELDS)
     if not isinstance(written.get("model_type"), str):
@@ -182,6 +178,14 @@ def _from_folder(path: Path, name: str) -> ModelSource:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         rope_factors=None,
     )
+
+
+def _modelopt(file: Path) -> dict[str, Any]:
+    """Older exports of ModelOpt have the quantization in a file of its own."""
+    said = _read_json(file).get("quantization")
+    if not isinstance(said, dict):
+        raise ModelError(f"{file} can't be used: it has no quantization. Check the file.")
+    return {**said, "quant_method": "modelopt"}
 
 
 def _in_words(error: Exception) -> str:

@@ -1,9 +1,9 @@
 """FP8 (E4M3): all products of the layers, with scales of rows or of blocks.
 
-Supports three kinds of checkpoints: transformers' `fp8` (scales of blocks or of a tensor),
-`fbgemm_fp8` (of rows), and `compressed-tensors` (of a tensor, of rows or of blocks). Unquantized
-ones are rounded when loaded, each row by its largest number. A GPU rounds activations by their own
-largest numbers, so a config's settings for them do not matter.
+Supports four kinds of checkpoints: transformers' `fp8` (scales of blocks or of a tensor),
+`fbgemm_fp8` (of rows), `compressed-tensors` (of a tensor, of rows or of blocks) and `modelopt` (of
+a tensor or of rows). Unquantized ones are rounded when loaded, each row by its largest number. A
+GPU rounds activations by their own largest numbers, so a config's settings for them do not matter.
 
 Scales may be powers of two, a byte each (`ue8m0`). Experts beside such products may be in FP4
 (DeepSeek V4): two numbers a byte, with a power of two for 32 of them. They are kept in MXFP4 where
@@ -35,6 +35,8 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 instructions."""
 _FP4 = (torch.int8, torch.uint8, torch.float4_e2m1fn_x2)
 """Dtypes in which checkpoints have two numbers of FP4 as one."""
+_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+"""ModelOpt's names of scales of a tensor and of rows."""
 _POWERS = (torch.uint8, torch.float8_e8m0fnu)
 """Dtypes of scales that are powers of two: their exponents, with 127 added."""
 
@@ -59,7 +61,8 @@ class Fp8Format(ScaledFormat):
             experts = Mxfp4Format(is_stored=True) if said.get("expert_dtype") == "fp4" else None
             block = _block(said.get("weight_block_size"))
             return cls(is_stored=True, block=block, expert_format=experts)
-        if method == "fbgemm_fp8":
+        is_modelopt = method == "modelopt" and said.get("quant_algo") in _OF_MODELOPT
+        if is_modelopt or method == "fbgemm_fp8":
             return cls(is_stored=True)
         groups = groups_of(said)
         if not groups or not all(map(_is_fp8, groups)):

@@ -80,6 +80,7 @@ KINDS: dict[str, tuple[Quantize, str, dict[str, Any]]] = {
         by_block, "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
     ),
     "fbgemm": (by_row, "weight_scale", {"quant_method": "fbgemm_fp8"}),
+    "modelopt": (by_tensor, "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8"}),
     "compressed-channel": (by_row, "weight_scale", compressed("channel")),
     "compressed-block": (by_block, "weight_scale", compressed("block", block_structure=[16, 16])),
 }  # fmt: skip
@@ -366,6 +367,7 @@ def test_q01_a_checkpoint_that_is_not_whole_is_refused_by_name(
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
         ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt', quant_algo 'NVFP4'"),
         (compressed("channel", num_bits=4), "4 bits"),
         (compressed("group"), "'group'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "several ways"),
@@ -380,6 +382,24 @@ def test_q01_other_kinds_are_refused_by_name(
     save_tiny(tmp_path)
     set_config(tmp_path, quantization_config=config)
     with pytest.raises(ModelError, match=says):
+        load(tmp_path)
+
+
+def test_q01_older_checkpoints_of_modelopt_have_a_file_for_it(tmp_path: Path) -> None:
+    """Q01: beside a config.json that does not mention it."""
+    theirs = save_quantized(tmp_path, "llama", "modelopt")
+    set_config(tmp_path, quantization_config=None)
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    got = PagedModel(load(tmp_path)).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+    file.write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(ModelError, match=r"'modelopt', quant_algo 'NVFP4'.*loads FP8"):
+        load(tmp_path)
+    file.write_text("{}")
+    with pytest.raises(ModelError, match=r"hf_quant_config\.json can't be used"):
         load(tmp_path)
 
 

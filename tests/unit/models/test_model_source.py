@@ -173,9 +173,3 @@ def test_an_adapter_beside_a_model_is_said_to_be_left_out(
     (folder / "adapter_config.json").write_text("{}")
     resolve(folder)
     assert "adapter beside the model" in caplog.text
-
-
-def test_a_quantized_model_whose_config_does_not_say_so_is_named(folder: Path) -> None:
-    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    with pytest.raises(ModelError, match=r"ModelOpt \(hf_quant_config\.json\)"):
-        resolve(folder)

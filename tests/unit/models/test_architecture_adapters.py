@@ -16,6 +16,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "smollm3": {},
     # With gate and up together as wide as the model, PEFT's flat format would have two readings.
     "mixtral": {"intermediate_size": 20},
+    "ministral": {},
     "olmo2": {},
     "olmo3": {},
     "phi3": {},

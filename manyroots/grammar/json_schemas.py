@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from manyroots.grammar.spelled_out import exact_format, unique_items
+from manyroots.grammar.spelled_out import exact_format, property_names, unique_items
 
 WHITE_SPACE = r"\x20{1,2}|\x20?\x0D?\x0A[\x20\x09]{0,32}"
 """What may stand between JSON's tokens: a space, or the end of a line and the next one's
@@ -61,8 +61,8 @@ def _without_bad_names(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _spelled_out(schema: Any, root: Mapping[str, Any]) -> Any:
-    """With what grammars do not know said by what they know: items that must differ, days of
-    February, the length of a host's name."""
+    """With what grammars do not know said by what they know: items that must differ, names
+    of properties, days of February, the length of a host's name."""
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
@@ -73,7 +73,7 @@ def _spelled_out(schema: Any, root: Mapping[str, Any]) -> Any:
             made[word] = [_spelled_out(one, root) for one in value]
         elif word in (*_SINGLE, "not", "if", "then", "else"):
             made[word] = _spelled_out(value, root)
-    return unique_items(exact_format(made), root)
+    return unique_items(property_names(exact_format(made), root), root)
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:

@@ -28,6 +28,9 @@ _TIME = (
 )
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 """Formats that the library takes more widely: with a 29th of February in every year."""
+_WITHOUT_SYNTAX = ("password", "binary", "path")
+"""Formats that any string has: hints of OpenAPI and pydantic for programs that show or read it."""
+_ANY_NAME: tuple[dict[str, Any], ...] = ({}, {"type": "string"})
 _OF_LISTS = {"type", "items", "uniqueItems", "minItems", "maxItems"}
 _SAID_BESIDE = {"title", "description", "default", "examples", "deprecated", "$comment"}
 
@@ -35,6 +38,8 @@ _SAID_BESIDE = {"title", "description", "default", "examples", "deprecated", "$c
 def exact_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Dates have the days of their month, and names of hosts a length."""
     name = schema.get("format")
+    if name in _WITHOUT_SYNTAX:
+        return {word: value for word, value in schema.items() if word != "format"}
     if name in _PATTERNS and "pattern" not in schema:
         rest = {word: value for word, value in schema.items() if word != "format"}
         return {**rest, "pattern": _PATTERNS[name]}
@@ -43,6 +48,23 @@ def exact_format(schema: dict[str, Any]) -> dict[str, Any]:
         length = min(given, MAX_HOSTNAME) if isinstance(given, int) else given
         return {**schema, "maxLength": length}
     return schema
+
+
+def property_names(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that may be any string say nothing, and names from a list are named: so zod and
+    pydantic write records. `root`: what references are into."""
+    wanted = schema.get("propertyNames")
+    if not isinstance(wanted, Mapping):
+        return schema
+    rest = {word: value for word, value in schema.items() if word != "propertyNames"}
+    if {word: wanted[word] for word in wanted if word not in _SAID_BESIDE} in _ANY_NAME:
+        return rest
+    names = _values(wanted, root)
+    if names is None or "patternProperties" in schema:
+        return schema
+    others, given = schema.get("additionalProperties", True), schema.get("properties", {})
+    named = {name: given.get(name, others) for name in names if isinstance(name, str)}
+    return {**rest, "properties": named, "additionalProperties": False}
 
 
 def unique_items(schema: dict[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,3 +195,39 @@ def test_g01_formats_are_exact(name: str, good: list[str], bad: list[str]) -> No
     """G01: a date's days, in leap years and others; the form and the length of a host's name."""
     wanted = {"type": "string", "format": name}
     assert [text for text in (*good, *bad) if _follows(wanted, json.dumps(text))] == good
+
+
+@pytest.mark.parametrize("name", ["password", "binary", "path"])
+def test_g01_formats_that_any_string_has_are_accepted(name: str) -> None:
+    """G01: what OpenAPI and pydantic write for secrets, bytes and paths."""
+    assert _follows({"type": "string", "format": name}, '"a b"')
+
+
+@pytest.mark.parametrize(
+    ("names", "good", "bad"),
+    [
+        ({"type": "string", "description": "a word"}, {"x": 1, "a": 2}, {"x": "1"}),
+        ({"enum": ["a", "b"]}, {"b": 1}, {"x": 1}),
+        ({"$ref": "#/$defs/letter"}, {"a": 1, "b": 2}, {"c": 1}),
+    ],
+)
+def test_g01_records_whose_names_are_told(names: Any, good: Any, bad: Any) -> None:
+    """G01: as zod writes them, and pydantic dictionaries with an enumeration as keys."""
+    wanted = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$defs": {"letter": {"type": "string", "enum": ["a", "b"]}},
+        "type": "object",
+        "properties": {
+            "counts": {
+                "type": "object",
+                "propertyNames": names,
+                "additionalProperties": {"type": "integer"},
+            }
+        },
+        "required": ["counts"],
+    }
+    for value in (good, {}):
+        assert is_valid({"counts": value}, wanted)
+        assert _follows(wanted, json.dumps({"counts": value}))
+    assert not is_valid({"counts": bad}, wanted)
+    assert not _follows(wanted, json.dumps({"counts": bad}))

@@ -105,7 +105,11 @@ def anthropic_error(error: Exception) -> tuple[int, dict[str, object]]:
     """Status and body for an exception, as Anthropic's clients read them."""
     status, body = error_body(error)
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return status, {"type": "error", "error": {"type": kind, "message": body.error.message}}
+    message = body.error.message
+    if isinstance(error, TooLongError):
+        # Clients have no code to tell this by: they look for these words, and shorten the chat.
+        message = f"prompt is too long: {message}"
+    return status, {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_response(error: Exception, path: str) -> Response:

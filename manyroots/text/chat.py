@@ -30,7 +30,7 @@ _MAX_OPTION_CHARACTERS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
 """gpt-oss knows low, medium and high; others become the nearest."""
-_SWITCHES = frozenset({"enable_thinking", "thinking"})
+SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Options of templates that turn reasoning on and off."""
 
 
@@ -169,7 +169,7 @@ class ChatTemplate:
         ignored: it is a hint, and agents send it to every model."""
         if effort == "none" and self.format.thinking is None:
             return True  # what happens anyway
-        return "reasoning_effort" in self.options or bool(_SWITCHES & self.options)
+        return "reasoning_effort" in self.options or bool(SWITCHES & self.options)
 
     def _effort(self, effort: str | None) -> dict[str, Any]:
         """What `reasoning_effort` means to this template: its own word, a switch, or nothing."""
@@ -184,11 +184,11 @@ class ChatTemplate:
             if self.format.tools.prefix is not None:
                 effort = _HARMONY_EFFORTS.get(effort, effort)
             return {"reasoning_effort": effort}
-        return dict.fromkeys(_SWITCHES & self.options, effort != "none")
+        return dict.fromkeys(SWITCHES & self.options, effort != "none")
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
-            if name in _SWITCHES and value is False and self.format.thinking is None:
+            if name in SWITCHES and value is False and self.format.thinking is None:
                 continue  # what happens anyway
             if name not in self.options:
                 known = ", ".join(sorted(self.options)) or "none"

@@ -49,7 +49,7 @@ def _message(message: Any, where: str, known_roles: Collection[str]) -> dict[str
         )
     role = _role(message.get("role"), where, known_roles)
     for name in sorted(_UNSERVED & message.keys()):
-        if message[name] is not None:
+        if message[name] not in (None, False, []):
             remedy = _INSTEAD.get(name, "remove it")
             raise RequestError(
                 f"{where}.{name} is not supported; {remedy}.", field=f"{where}.{name}"
@@ -61,7 +61,7 @@ def _message(message: Any, where: str, known_roles: Collection[str]) -> dict[str
     # An answer that was all tool calls, or all thoughts, has no content.
     is_answer = role == "assistant"
     checked["content"] = _content(message.get("content"), f"{where}.content", optional=is_answer)
-    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    thoughts = message.get("reasoning_content") or message.get("reasoning")
     if is_answer and isinstance(thoughts, str) and thoughts:
         checked["reasoning_content"] = thoughts  # of which most templates keep the latest
     for name in ("name", "tool_call_id"):

@@ -18,6 +18,7 @@ from manyroots.api.anthropic.shapes import (
 from manyroots.api.body import as_format
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
+from manyroots.text.chat import SWITCHES
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -60,9 +61,10 @@ def _template_kwargs(
 ) -> dict[str, Any] | None:
     """Thinking is on or off where the template can be told so."""
     given = request.chat_template_kwargs
-    if request.thinking is None or "enable_thinking" not in template_options:
+    switches = SWITCHES.intersection(template_options)
+    if request.thinking is None or not switches:
         return given
-    return {"enable_thinking": request.thinking.type != "disabled"} | (given or {})
+    return dict.fromkeys(switches, request.thinking.type != "disabled") | (given or {})
 
 
 def _response_format(request: PromptFields) -> ResponseFormat | None:

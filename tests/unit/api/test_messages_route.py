@@ -12,6 +12,7 @@ import pytest
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness
 from tests.unit.api.test_responses_route import CALL, TOOLS_TEMPLATE, saying
+from tests.unit.text.tiny_tokenizer import TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
@@ -176,9 +177,16 @@ async def test_g05_errors_of_messages_have_anthropics_shape() -> None:
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+async def test_g05_a_prompt_that_is_too_long_is_told_in_anthropics_words() -> None:
+    """Agents shorten the chat when they read these words; there is no code to tell it by."""
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .*512 tokens"):
+        await create(Harness(), messages=[{"role": "user", "content": "x" * 600}])
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
 @pytest.mark.parametrize("thinks", [True, False])
-async def test_g05_thinking_is_told_to_a_template_that_knows_it(thinks: bool) -> None:
-    harness = Harness()
+async def test_g05_thinking_is_told_to_a_template_that_knows_it(thinks: bool, name: str) -> None:
+    harness = Harness(template=TEMPLATE.replace("enable_thinking", name))
     kind = "enabled" if thinks else "disabled"
     await create(harness, max_tokens=4, thinking={"type": kind, "budget_tokens": 1024})
     prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)

@@ -35,12 +35,23 @@ async def test_g04_an_answer_is_history_as_the_client_dumps_it() -> None:
         {"annotations": [], "parsed": {"a": 1}, "refusal": None},
         {"content": None},
         {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"prefix": False, "partial": False, "images": [], "documents": [], "audio": None},
         {"function_call": None, "audio": None, "tool_calls": None},
         {"surprise": 1},
     ],
 )
 async def test_g04_what_an_answer_was_given_on_its_way_changes_nothing(more: Any) -> None:
     assert await answered(USER, {"role": "assistant", "content": "yes", **more}, USER) == 200
+
+
+async def test_g04_thoughts_are_taken_by_either_name() -> None:
+    """A client that keeps both names has null in one of them."""
+    harness = Harness(template="{% for m in messages %}{{ m.reasoning_content }}{% endfor %}")
+    for thoughts in ({"reasoning_content": None, "reasoning": "hm"}, {"reasoning_content": "hm"}):
+        answer = {"role": "assistant", "content": "yes", **thoughts}
+        body = {"model": "tiny", "messages": [USER, answer], "max_tokens": 1}
+        await harness.post("/v1/chat/completions", body)
+    assert [bytes(item.prompt) for item in harness.engine.submitted] == [b"hm", b"hm"]
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,9 @@ class StructuredOutputsParams:
     prefix: str | None = None
     """What may come before the structure, as the Lark rule `prefix` and what it needs: a model's
     reasoning. None for nothing."""
+    instead: str | None = None
+    """What may stand in place of all that, as the Lark rule `instead` and what it needs (which may
+    be the rule `prefix`): calls of tools. None for nothing."""
     asked_as: str = field(default="structured_outputs", compare=False)
     """What the caller's field is called, for errors."""
 

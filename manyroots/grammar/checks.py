@@ -19,7 +19,7 @@ def check_structure(params: StructuredOutputsParams, field: str = "structured_ou
     """Raise RequestError if this can't be honoured. `field` is what the caller called it. May take
     seconds, for a large schema: never on the event loop."""
     matchers(field)
-    fault = _trial().fault(replace(params, prefix=None))
+    fault = _trial().fault(replace(params, prefix=None, instead=None))
     if fault is not None:
         raise RequestError(f"{field} can't be honoured: {fault}", field=field)
 

@@ -34,7 +34,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
 
 def text_without_limits(params: StructuredOutputsParams) -> str | None:
     """The grammar with strings of any length, where these are all that it limits; else None."""
-    if params.kind != "json":
+    if params.kind != "json" or params.instead is not None:
         return None
     answer = _answer(params)
     schema = without_limits(answer["json_schema"])
@@ -43,9 +43,12 @@ def text_without_limits(params: StructuredOutputsParams) -> str | None:
 
 def _whole(params: StructuredOutputsParams, answer: dict[str, Any]) -> str:
     grammars = [{**answer, "name": "answer"}]
-    if params.prefix is not None:
-        lark = f"start: prefix @answer\n{params.prefix}"
-        grammars.insert(0, {"name": "main", "lark_grammar": lark})
+    if params.prefix is not None or params.instead is not None:
+        start = "start: @answer" if params.prefix is None else "start: prefix @answer"
+        start += "" if params.instead is None else " | instead"
+        # Both parts may have brought the same rules.
+        rules = dict.fromkeys(f"{params.prefix or ''}\n{params.instead or ''}".split("\n"))
+        grammars.insert(0, {"name": "main", "lark_grammar": "\n".join([start, *rules])})
     return json.dumps({"grammars": grammars})
 
 

@@ -19,6 +19,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 """As models that have read much Python write them."""
 _MAX_REFERENCES = 20
 _STRING = frozenset({"string"})
+JSON_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ Takes the tools that a choice leaves; gives Lark in which arguments follow their
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyroots.errors import RequestError
 from manyroots.grammar.json_schemas import WHITE_SPACE, closed
-from manyroots.text.formats.argument_types import ArgumentSchema
+from manyroots.text.formats.argument_types import JSON_TYPES, ArgumentSchema
 from manyroots.text.tools import Tool, ToolUse
 
 MAX_CALLS = 16
@@ -35,6 +37,30 @@ def arguments_rule(tool: Tool) -> str:
     if "type" not in schema and "$ref" not in schema:
         schema = {**schema, "type": "object"}
     return schema_rule(schema)
+
+
+def calls_instead(grammar: Callable[[ToolUse], str], use: ToolUse, before: str) -> str:
+    """Lark's rule `instead` for calls that the model may make rather than answer. `grammar`: of
+    calls and nothing else. As with every call that is not forced, arguments need not follow their
+    schema in full, which a grammar might not know. `before`: terms that come first."""
+    loose = [dataclasses.replace(tool, parameters=_loosely(tool)) for tool in use.tools]
+    made = grammar(dataclasses.replace(use, tools=tuple(loose)))
+    return f"instead: {before} called\n{re.sub(r'^start:', 'called:', made, count=1, flags=re.M)}"
+
+
+def _loosely(tool: Tool) -> dict[str, Any]:
+    """The names of a tool's parameters, and their types."""
+    root, found = tool.parameters or {}, properties_of(tool)
+    types = {name: ArgumentSchema(schema, root).types or frozenset() for name, schema, _ in found}
+    return {
+        "type": "object",
+        "properties": {
+            name: {"type": sorted(some)} if some and some <= JSON_TYPES else {}
+            for name, some in types.items()
+        },
+        "required": [name for name, _, is_required in found if is_required],
+        "additionalProperties": True,
+    }
 
 
 def json_call(tool: Tool, arguments_key: str) -> str:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from manyroots.errors import ConfigError
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_content, parse_plain
+from manyroots.text.formats.call_grammars import calls_instead
 from manyroots.text.formats.deepseek import DEEPSEEK, DEEPSEEK_FENCED
 from manyroots.text.formats.dsml import DSML
 from manyroots.text.formats.gemma import FUNCTIONGEMMA, GEMMA
@@ -89,7 +90,8 @@ class ChatFormat:
         tokenizer: Tokenizer,
     ) -> StructuredOutputsParams | None:
         """The shape of a whole completion: what a caller wants of the answer, or a call where the
-        choice of tools demands one, after the reasoning."""
+        choice of tools demands one, after the reasoning. Where the model may call, an answer in
+        JSON leaves it the choice."""
 
         def mark(text: str) -> str:
             index = tokenizer.special_id(text)
@@ -99,11 +101,21 @@ class ChatFormat:
             wanted = StructuredOutputsParams(grammar=self.tools.grammar(use, mark))
             if self.tools.prefix is not None:
                 return wanted
-        if wanted is not None and self.tools.prefix is not None:
-            return replace(wanted, prefix=self.tools.prefix(mark))
-        if wanted is None or self.thinking is None:
-            return wanted
-        return replace(wanted, prefix=self.thinking.grammar(prompt, mark))
+        if wanted is None:
+            return None
+        thoughts = None if self.thinking is None else self.thinking.grammar(prompt, mark)
+        instead = None
+        if use.is_on and not use.must_call and self._may_call_instead(wanted):
+            before = "" if thoughts is None else "prefix"
+            instead = calls_instead(lambda loose: self.tools.grammar(loose, mark), use, before)
+        prefix = thoughts if self.tools.prefix is None else self.tools.prefix(mark)
+        return replace(wanted, prefix=prefix, instead=instead)
+
+    def _may_call_instead(self, wanted: StructuredOutputsParams) -> bool:
+        """Whether a caller asked for the shape of its answers, not of every completion: so OpenAI's
+        clients mean `response_format` beside tools."""
+        is_json = wanted.kind in ("json", "json_object") and wanted.asked_as == "response_format"
+        return is_json and not self.tools.is_like_json
 
     def output(
         self, use: ToolUse = NO_TOOLS, *, prompt: str = "", is_continued: bool = False

@@ -65,4 +65,5 @@ XLAM = ToolFormat(
     list_grammar,
     told_by=(("xLAM", "JSON array"),),
     begins=(_TOOL_CALL,),
+    is_like_json=True,
 )

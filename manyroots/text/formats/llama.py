@@ -32,5 +32,6 @@ LLAMA = ToolFormat(
     told_by=(('"parameters": dictionary of argument',), (PYTHON_TAG,)),
     aliases=("llama4_json", "llama3"),
     begins=(PYTHON_TAG,),
+    is_like_json=True,
     special_tokens=(PYTHON_TAG,),
 )

@@ -30,6 +30,8 @@ class ToolFormat:
     begins: tuple[str, ...] = ()
     """Marks that calls begin with, for calls inside of reasoning that never ends. None where a call
     has no mark of its own."""
+    is_like_json: bool = False
+    """Calls begin as JSON does, so that a grammar can't let a typed answer or calls follow."""
     special_tokens: tuple[str, ...] = ()
     """Special tokens that are part of the format, and so of the text that it reads."""
     prefix: Callable[[Mark], str] | None = None

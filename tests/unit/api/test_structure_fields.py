@@ -153,6 +153,43 @@ async def test_g02_a_forced_call_comes_behind_the_reasoning() -> None:
     assert not follows(wanted, f"I must {call('now', '{}')}")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_g02_a_typed_answer_beside_tools_leaves_the_choice(path: str) -> None:
+    """G02: agents send the type of their last answer with every turn. A call may be made instead,
+    also of a tool with a schema that could not be forced."""
+    odd = {"type": "object", "properties": {"a": {"type": "string"}}, "not": {}}
+    harness = Harness(template=KNOWS_TOOLS)
+    user = [{"role": "user", "content": "hi"}]
+    typed = {"type": "json_schema", "schema": SCHEMA, "name": "x"}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {
+            "messages": user,
+            "tools": [{"type": "function", "function": {"name": "now", "parameters": odd}}],
+            "response_format": {"type": "json_schema", "json_schema": typed},
+        },
+        "/v1/responses": {
+            "input": user,
+            "tools": [{"type": "function", "name": "now", "parameters": odd}],
+            "text": {"format": typed},
+        },
+        "/v1/messages": {
+            "messages": user,
+            "tools": [{"name": "now", "input_schema": odd}],
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+            "max_tokens": 8,
+        },
+    }
+    response = await harness.post(path, {"model": "tiny"} | asked[path])
+    assert response.status_code == 200, response.text
+    wanted = harness.engine.submitted[0].sampling.structured_outputs
+    assert wanted is not None
+    matcher = GRAMMARS.compile(wanted).start()
+    for text in ('{"a": 1}', '<tool_call>\n{"name": "now", "arguments": {"a": "b"}}\n</tool_call>'):
+        tokens, trial = list(text.encode()), matcher.deep_copy()
+        assert trial.try_consume_tokens(tokens) == len(tokens)
+        assert trial.is_accepting()
+
+
 async def test_g02_tools_that_cannot_be_honoured_are_refused_where_a_call_is_forced() -> None:
     harness = Harness(template=KNOWS_TOOLS)
     for items in ({}, {"enum": list("abcdefgh")}):

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from manyroots.grammar.cache import GrammarCache
 from manyroots.grammar.rows import GrammarRows
+from manyroots.grammar.vocabulary import Vocabulary
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat import ChatTemplate
+from manyroots.text.formats import harmony
 from manyroots.text.formats.choice import choose_format
 from manyroots.text.formats.thinking import ThinkingMarks
+from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 from manyroots.text.tools import check_tools
 from tests.helpers.family_templates import TEMPLATES
 from tests.helpers.seeded import Draw, for_seeds
 from tests.soaks import bfcl
 from tests.unit.grammar.tiny_grammars import allowed
+from tests.unit.text.tiny_tokenizer import BOS, EOS, tiny_backend
 
 GRAMMARS = GrammarCache(bfcl.bytes_vocabulary)
 NUM_TOKENS = 257
@@ -116,6 +122,85 @@ def test_g02_whatever_a_grammar_lets_through_is_a_call_by_its_schema(draw: Draw,
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
     for call in output.answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"],
+    "additionalProperties": False,
+}  # fmt: skip
+
+
+@functools.cache
+def marked() -> tuple[Tokenizer, GrammarCache]:
+    """A tokenizer in which harmony's marks are special tokens, and grammars for it."""
+    backend = tiny_backend()
+    backend.add_special_tokens([AddedToken(mark, special=True) for mark in harmony.MARKS])
+    tokenizer = Tokenizer(backend, SpecialTokens(bos=BOS, eos=EOS), None)
+    vocabulary = Vocabulary(
+        pieces=[tokenizer.token_bytes(token) for token in range(backend.get_vocab_size())],
+        special_ids=tokenizer.special_ids,
+        eos_ids=[backend.token_to_id(EOS)],
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )
+    return tokenizer, GrammarCache(lambda: vocabulary)
+
+
+def structure(name: str, choice: Any, asked_as: str = "response_format") -> StructuredOutputsParams:
+    """Of a typed answer beside tools."""
+    chosen = choose_format(TEMPLATES[name], None, "qwen3" if name == "hermes" else None)
+    wanted = StructuredOutputsParams(json=json.dumps(ANSWER), asked_as=asked_as)
+    use = check_tools(TOOLS, choice)
+    made = chosen.structure(wanted, use, prompt="", tokenizer=marked()[0])
+    assert made is not None
+    return made
+
+
+def follows(wanted: StructuredOutputsParams, text: str) -> bool:
+    tokenizer, grammars = marked()
+    matcher, tokens = (
+        grammars.compile(wanted).start(),
+        tokenizer.encode(text, add_special_tokens=False),
+    )
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_g02_a_typed_answer_leaves_the_model_its_calls(name: str) -> None:
+    """G02: an agent offers tools with a type for its last answer. Where the choice is the model's,
+    it may call, and what else it says is of that type."""
+    made, template = structure(name, "auto"), ChatTemplate(TEMPLATES[name], {})
+    before = "<|channel|>final<|message|>" if name == "openai" else ""
+    assert follows(made, before + '{"name": "now"}')
+    assert not follows(made, before + "It is noon.")
+    if template.format.tools.is_like_json:
+        assert made.instead is None
+        return
+    for calls in CALLS:
+        messages = USER + bfcl.messages_of(calls)
+        use = check_tools(TOOLS, "auto")
+        history = template.render(messages, use=use, add_generation_prompt=False)
+        text = history.rpartition(bfcl.BEGIN)[2].removesuffix(bfcl.END)
+        is_one_too_many = name == "openai" and len(calls) > 1
+        assert follows(made, text.strip().removesuffix("<|call|>")) is not is_one_too_many
+
+
+def test_g02_thoughts_come_before_a_typed_answer_and_before_calls() -> None:
+    made = structure("hermes", None)
+    call = '<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>'
+    for text in ('{"name": "now"}', call):
+        assert follows(made, f"<think>\nhm {{\n</think>\n\n{text}")
+        assert follows(made, text)
+
+
+@pytest.mark.parametrize(
+    ("choice", "asked_as"),
+    [("none", "response_format"), ("required", "response_format"), ("auto", "structured_outputs")],
+)
+def test_g02_no_calls_where_none_may_be_and_no_answer_where_one_must(
+    choice: str, asked_as: str
+) -> None:
+    """G02: vLLM's own field is a shape of every completion."""
+    assert structure("hermes", choice, asked_as).instead is None
 
 
 def test_g02_mistrals_ids_are_of_the_kind_that_its_template_takes() -> None:

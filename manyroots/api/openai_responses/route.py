@@ -39,6 +39,7 @@ from manyroots.api.requests import ChatRequest
 from manyroots.api.responses import Usage
 from manyroots.api.state import server_of
 from manyroots.messages import FinishReason
+from manyroots.step import TokenLogprobs
 from manyroots.text.chat_output import ChatEvent, ContentDelta, ReasoningDelta
 
 
@@ -87,6 +88,8 @@ class _Making:
         self._num_reasoning_tokens = 0
         self._num_events = 0
         self._finish_reason: str | None = None
+        self._unsaid: list[TokenLogprobs] = []
+        """Of tokens whose text is held back: part of a character, or perhaps of a stop string."""
         sampling = job.submits[0].sampling
         self._response = ResponseObject(
             id="resp_" + job.id.partition("-")[2],
@@ -146,18 +149,22 @@ class _Making:
         if added.finish_reason is not None:
             self._finish_reason = added.finish_reason
         events: list[Event] = []
+        self._unsaid += added.delta.logprobs
         for said in added.events:
-            events += self._items.add(said, self._logprobs(added, said))
+            events += self._items.add(said, self._logprobs(said))
+        if added.events:  # what is left was of thoughts or calls
+            self._unsaid = []
         return events
 
-    def _logprobs(self, added: AnswerDelta, said: ChatEvent) -> list[Any]:
-        """With the first words of what came together."""
-        if not self._chat.logprobs or not isinstance(said, ContentDelta):
+    def _logprobs(self, said: ChatEvent) -> list[Any]:
+        """Of the tokens up to these words, without marks, which are no words."""
+        if not isinstance(said, ContentDelta) or not self._unsaid:
             return []
-        first = next(event for event in added.events if isinstance(event, ContentDelta))
-        if said is not first:
-            return []
-        return list(chat_logprobs(self._job.service.tokenizer, added.delta.logprobs).content)
+        entries, self._unsaid = self._unsaid, []
+        tokenizer = self._job.service.tokenizer
+        marks = tokenizer.special_ids | self._job.shown_ids
+        words = [entry for entry in entries if entry.token not in marks]
+        return list(chat_logprobs(tokenizer, words).content)
 
     def _end(self) -> list[Event]:
         is_cut = self._finish_reason == FinishReason.LENGTH.value

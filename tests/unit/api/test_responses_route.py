@@ -178,3 +178,18 @@ async def test_g05_logprobs_of_a_response() -> None:
     assert part.type == "output_text"
     assert part.logprobs is not None
     assert all(len(item.top_logprobs) == 2 for item in part.logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_g05_every_token_of_a_responses_text_has_its_logprob(stream: bool) -> None:
+    """G05: also the first part of a character, which has no text of its own yet."""
+    harness = Harness(template="{{ messages[-1].content }}")
+    body = {"model": "tiny", "input": "né!", "max_output_tokens": 4, "top_logprobs": 1}
+    response = await harness.post("/v1/responses", body | {"stream": stream})
+    if stream:
+        datas = [item.partition("data: ")[2] for item in response.text.split("\n\n") if item]
+        told = [json.loads(data) for data in datas]
+        entries = [entry for data in told if "delta" in data for entry in data["logprobs"]]
+    else:
+        entries = response.json()["output"][0]["content"][0]["logprobs"]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "né!"

@@ -6,6 +6,7 @@ Takes `MessagesRequest`; gives `ChatRequest`. Raises RequestError naming the blo
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 from manyroots.text.chat import SWITCHES
 
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
+"""A line of Claude Code's for Anthropic's accounts. It is in front of the prompt and another one in
+each request, so that no prompt would begin as one that is cached."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -117,7 +121,8 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
 def _messages(request: PromptFields) -> list[Any]:
     messages: list[Any] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system, "system")})
+        text = _BILLING.sub("", _text(request.system, "system"))
+        messages.append({"role": "system", "content": text})
     if not request.messages:
         raise RequestError("messages is empty; give at least one message.", field="messages")
     for place, message in enumerate(request.messages):

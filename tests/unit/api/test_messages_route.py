@@ -183,6 +183,21 @@ async def test_g05_a_prompt_that_is_too_long_is_told_in_anthropics_words() -> No
         await create(Harness(), messages=[{"role": "user", "content": "x" * 600}])
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_g05_what_changes_with_each_request_of_an_agent_is_no_part_of_its_prompt(
+    is_listed: bool,
+) -> None:
+    """G05: Claude Code begins its system prompt with a nonce; no prompt would be cached."""
+    harness = Harness()
+    for nonce in ("b7c0e", "01f3a"):
+        header = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={nonce};"
+        blocks = [{"type": "text", "text": text} for text in (header, "be brief")]
+        await create(harness, system=blocks if is_listed else f"{header}\nbe brief", max_tokens=1)
+    await create(harness, system="be brief", max_tokens=1)
+    first, second, plain = (submit.prompt for submit in harness.engine.submitted)
+    assert first == second == plain
+
+
 @pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
 @pytest.mark.parametrize("thinks", [True, False])
 async def test_g05_thinking_is_told_to_a_template_that_knows_it(thinks: bool, name: str) -> None:

@@ -172,6 +172,41 @@ def _text(content: Any, where: str) -> str:
     return "\n".join(texts)
 
 
+def _result(content: Any, where: str) -> str:
+    """What a tool gave: a text, or blocks that are text in some form."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_block_text(*block) for block in _blocks(content, where))
+
+
+def _block_text(kind: str, block: Mapping[str, Any], where: str) -> str:
+    """Of a text, a document or a search's result."""
+    texts: list[Any] = [None]
+    match kind:
+        case "text":
+            texts = [block.get("text")]
+        case "search_result":
+            texts = [*_told(block, "title", "source"), _text(block.get("content"), where)]
+        case "document":
+            source = block.get("source")
+            given = source if isinstance(source, Mapping) else {}
+            texts = _told(block, "title", "context")
+            match given.get("type"):
+                case "text":
+                    texts.append(given.get("data"))
+                case "content":
+                    texts.append(_text(given.get("content"), where))
+                case _:  # bytes, or an address: nothing is ever fetched
+                    texts.append(None)
+    if not all(isinstance(text, str) for text in texts):
+        raise _unknown(kind, where, "text only")
+    return "\n".join(texts)
+
+
+def _told(block: Mapping[str, Any], *names: str) -> list[Any]:
+    return [block[name] for name in names if block.get(name) is not None]
+
+
 def _asked(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     """What a user says: results of tools first, each a message of its own, then the words."""
     messages: list[dict[str, Any]] = []
@@ -183,11 +218,11 @@ def _asked(role: str, content: Any, where: str) -> list[dict[str, Any]]:
                 {
                     "role": "tool",
                     "tool_call_id": block.get("tool_use_id"),
-                    "content": "" if result is None else _text(result, f"{place}.content"),
+                    "content": _result(result, f"{place}.content"),
                 }
             )
-        elif kind == "text":
-            words.append(_text([block], place))
+        elif kind in ("text", "document", "search_result"):
+            words.append(_block_text(kind, block, place))
         else:
             raise _unknown(kind, place, "text and tool_result")
     if words or not messages:
@@ -203,7 +238,7 @@ def _answer(content: Any, where: str) -> dict[str, Any]:
     for kind, block, place in _blocks(content, where):
         match kind:
             case "text":
-                words.append(_text([block], place))
+                words.append(_block_text(kind, block, place))
             case "thinking":
                 thoughts.append(str(block.get("thinking", "")))
             case "redacted_thinking":

@@ -183,6 +183,35 @@ async def test_g05_a_prompt_that_is_too_long_is_told_in_anthropics_words() -> No
         await create(Harness(), messages=[{"role": "user", "content": "x" * 600}])
 
 
+@pytest.mark.parametrize("is_result", [True, False])
+async def test_g05_documents_and_search_results_of_text_are_text(is_result: bool) -> None:
+    harness = Harness()
+    page = {"type": "text", "media_type": "text/plain", "data": "noon"}
+    inner = {"type": "content", "content": [{"type": "text", "text": "rain"}]}
+    blocks: list[Any] = [
+        {"type": "document", "source": page, "title": "Clock", "citations": {"enabled": True}},
+        {"type": "document", "source": inner},
+        {
+            "type": "search_result",
+            "source": "http://a",
+            "title": "A",
+            "content": [{"type": "text", "text": "sun"}],
+        },
+    ]
+    if is_result:
+        blocks = [{"type": "tool_result", "tool_use_id": "t", "content": blocks}]
+    await create(harness, messages=[{"role": "user", "content": blocks}], max_tokens=1)
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert "Clock\nnoon\nrain\nA\nhttp://a\nsun" in prompt
+
+
+@pytest.mark.parametrize("source", ["base64", "url", "file"])
+async def test_g05_documents_of_bytes_are_refused_by_place(source: str) -> None:
+    block = {"type": "document", "source": {"type": source, "data": "AA==", "url": "http://a"}}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].content\[0\].*'document'"):
+        await create(Harness(), messages=[{"role": "user", "content": [block]}])
+
+
 @pytest.mark.parametrize("is_listed", [True, False])
 async def test_g05_what_changes_with_each_request_of_an_agent_is_no_part_of_its_prompt(
     is_listed: bool,

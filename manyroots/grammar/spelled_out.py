@@ -28,6 +28,15 @@ _TIME = (
 )
 _PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 """Formats that the library takes more widely: with a 29th of February in every year."""
+_HOST = r"([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+WITHOUT_LOOK_AHEAD = {
+    rf"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@{_HOST}": (
+        rf"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@{_HOST}"
+    ),
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)$",
+}
+"""The patterns that zod writes for addresses of mail and pydantic for decimals, and others that
+match the same: look-ahead in general can't be had."""
 _WITHOUT_SYNTAX = ("password", "binary", "path")
 """Formats that any string has: hints of OpenAPI and pydantic for programs that show or read it."""
 _ANY_NAME: tuple[dict[str, Any], ...] = ({}, {"type": "string"})
@@ -37,6 +46,8 @@ _SAID_BESIDE = {"title", "description", "default", "examples", "deprecated", "$c
 
 def exact_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Dates have the days of their month, and names of hosts a length."""
+    if isinstance(pattern := schema.get("pattern"), str) and pattern in WITHOUT_LOOK_AHEAD:
+        schema = {**schema, "pattern": WITHOUT_LOOK_AHEAD[pattern]}
     name = schema.get("format")
     if name in _WITHOUT_SYNTAX:
         return {word: value for word, value in schema.items() if word != "format"}

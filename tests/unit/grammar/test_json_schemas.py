@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from typing import Any
 
 import jsonschema
@@ -12,11 +13,13 @@ import pytest
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.grammar.json_schemas import closed
+from manyroots.grammar.spelled_out import WITHOUT_LOOK_AHEAD
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.helpers.schemas import schema
-from tests.helpers.seeded import Draw
+from tests.helpers.seeded import Draw, for_seeds
 from tests.unit.grammar.tiny_grammars import cache
 
+MAIL, DECIMAL = WITHOUT_LOOK_AHEAD
 COLOUR: dict[str, Any] = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "is_warm": {"type": "boolean"}},
@@ -231,3 +234,28 @@ def test_g01_records_whose_names_are_told(names: Any, good: Any, bad: Any) -> No
         assert _follows(wanted, json.dumps({"counts": value}))
     assert not is_valid({"counts": bad}, wanted)
     assert not _follows(wanted, json.dumps({"counts": bad}))
+
+
+@pytest.mark.parametrize("pattern", WITHOUT_LOOK_AHEAD)
+@for_seeds(20)
+def test_g01_patterns_without_their_look_ahead_match_the_same(draw: Draw, pattern: str) -> None:
+    other = WITHOUT_LOOK_AHEAD[pattern]
+    for _ in range(200):
+        text = "".join(draw.choice("a0.-+'_@") for _ in range(draw.integer(0, 8)))
+        for whole in (text, f"{text}@a.bc", f"a@{text}.bc"):
+            assert bool(re.search(pattern, whole)) is bool(re.search(other, whole)), whole
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        ({"format": "email", "pattern": MAIL}, ["a.b+c@d-e.fg"], ["a..b@c.de", ".a@b.cd", "a@b"]),
+        ({"pattern": DECIMAL}, ["12.50", "-.5", "+007", "3."], ["", "-", ".", "1e3", "1.2.3"]),
+    ],
+)
+def test_g01_addresses_and_decimals_as_programs_write_them(
+    wanted: Any, good: list[str], bad: list[str]
+) -> None:
+    """G01: `z.email()` and pydantic's `Decimal`."""
+    strings = {"type": "string", **wanted}
+    assert [text for text in (*good, *bad) if _follows(strings, json.dumps(text))] == good

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 
 from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.call_grammars import arguments_rule
@@ -46,25 +45,26 @@ def parse_harmony(*, with_calls: bool) -> Parse:
 
 def _message(reader: Reader, writer: AnswerWriter, header: str, with_calls: bool) -> Wait:
     recipient = _RECIPIENT.search(header)
-    channel = header.partition(CHANNEL)[2].split()[:1]
-    is_call = recipient is not None and recipient[1] != "assistant" and with_calls
-    tell: Callable[[str], None]
-    if is_call and recipient is not None:
+    if with_calls and recipient is not None and recipient[1] != "assistant":
         writer.call(recipient[1].removeprefix(_FUNCTIONS))
-        tell = writer.arguments
-        yield from reader.skip_space()
-        if (yield from reader.peek()) == "{":  # in whose strings a mark ends nothing
-            yield from copy_value(reader, writer.arguments, is_closed=True)
-            tell = _nothing
-    elif channel == ["analysis"]:
-        tell = writer.reasoning
-    else:
-        tell = writer.content
-    yield from reader.until(END, CALL, RETURN, to=tell)
-    if tell == writer.reasoning:
+        yield from _arguments(reader, writer)
+    elif header.partition(CHANNEL)[2].split()[:1] == ["analysis"]:
+        yield from reader.until(END, CALL, RETURN, to=writer.reasoning)
         writer.end_reasoning()
-    elif tell == writer.content:
+    else:
+        yield from reader.until(END, CALL, RETURN, to=writer.content)
         writer.end_content()
+
+
+def _arguments(reader: Reader, writer: AnswerWriter) -> Wait:
+    """Those of a function without parameters are sometimes left out."""
+    yield from reader.skip_space()
+    if (yield from reader.peek()) == "{":  # in whose strings a mark ends nothing
+        yield from copy_value(reader, writer.arguments, is_closed=True)
+        yield from reader.until(END, CALL, RETURN, to=_nothing)
+    else:
+        text, _ = yield from reader.collect(END, CALL, RETURN)
+        writer.arguments(text or "{}")
 
 
 def _nothing(text: str) -> None:

@@ -338,6 +338,20 @@ RECORDED += [
         [("now", "{}")],
         parser="openai",
     ),
+    Recorded(
+        "harmony without arguments",
+        "<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+        None,
+        [("now", "{}")],
+        parser="openai",
+    ),
+    Recorded(
+        "harmony with arguments that are no JSON",
+        "<|channel|>commentary to=functions.now<|message|> noon <|call|>",
+        None,
+        [("now", "noon ")],
+        parser="openai",
+    ),
     Recorded("harmony cut short", "<|channel|>ana", None, parser="openai"),
     Recorded("harmony without marks", "just text", "just text", parser="openai"),
 ]

@@ -163,6 +163,12 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             if thought:
                 message = {"role": "assistant", "content": None, "reasoning_content": thought}
                 messages.append(message)
+        case "item_reference":
+            raise RequestError(
+                f"{where} refers to an item of an earlier answer, and nothing is stored here; send "
+                "the item itself. Clients such as the AI SDK do so with store: false.",
+                field=where,
+            )
         case _:
             raise RequestError(
                 f"{where}.type is {kind!r:.60}; this server takes message, function_call, "

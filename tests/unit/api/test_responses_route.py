@@ -142,6 +142,15 @@ async def test_g05_what_a_response_cannot_be(fields: dict[str, Any], param: str)
     assert error_of(response)["param"] == param
 
 
+async def test_g05_an_item_by_its_id_is_refused_with_the_remedy() -> None:
+    """G05: clients that believe that answers are stored send ids of items in the next turn."""
+    given = [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "fc_1"}]
+    response = await Harness().post("/v1/responses", {"model": "tiny", "input": given})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "input[1]"
+    assert "store: false" in error_of(response)["message"]
+
+
 async def test_g05_words_and_calls_of_one_answer_are_one_message() -> None:
     harness = saying(f"look: {CALL}")
     body: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [TOOL]}

@@ -2,11 +2,13 @@
 
 Takes checked messages that a template refused; gives others that say the same in fewer roles, the
 nearest first. Agents send several system messages, and some between the turns; many templates
-take one at the beginning, some take none, and some want user and assistant to alternate.
+take one at the beginning, some take none, and some want user and assistant to alternate. Llama's
+take one call in a message.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +16,44 @@ Messages = list[dict[str, Any]]
 
 
 def foldings(messages: Sequence[dict[str, Any]]) -> Iterator[Messages]:
-    """One system message in front and later ones as the user's words; then none at all."""
+    """Each call in a message of its own; one system message in front and later ones as the user's
+    words; then none at all."""
+    apart = _one_call_each(messages)
+    yield apart
+    yield from _fewer_roles(messages)
+    if len(apart) > len(messages):
+        yield from _fewer_roles(apart)
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> Messages:
+    """The calls of an answer one after the other, each with its result."""
+    apart: Messages = []
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        if len(message.get("tool_calls", ())) < 2:
+            apart.append(dict(message))
+            continue
+        results = list(itertools.takewhile(lambda m: m["role"] == "tool", messages[place:]))
+        place += len(results)
+        apart += _calls_apart(message, results)
+    return apart
+
+
+def _calls_apart(message: dict[str, Any], results: Messages) -> Iterator[dict[str, Any]]:
+    """What was said and thought stands before the first call. Results of no call come last."""
+    by_call: dict[str | None, Messages] = {}
+    for result in results:
+        by_call.setdefault(result.get("tool_call_id"), []).append(result)
+    said = message
+    for call in message["tool_calls"]:
+        yield {**said, "tool_calls": [call]}
+        yield from by_call.pop(call["id"], ())
+        said = {"role": message["role"], "content": message["content"] and ""}
+    yield from itertools.chain(*by_call.values())
+
+
+def _fewer_roles(messages: Sequence[dict[str, Any]]) -> Iterator[Messages]:
     num_first = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     first = [dict(message) for message in messages[:num_first]]
     later = [_as_user(message) for message in messages[num_first:]]

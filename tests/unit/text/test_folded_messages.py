@@ -18,6 +18,12 @@ ONE_SYSTEM = (
     "{{ raise_exception('a system message must be the first') }}{% endif %}"
     "[{{ m.role }}] {{ m.content }}{% endfor %}"
 )
+ONE_CALL = (
+    "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}"
+    "{% for call in m.tool_calls %} {{ call.function.name }}{% endfor %}{% endfor %}"
+)
 AGENT = [
     {"role": "developer", "content": "a"},
     {"role": "system", "content": "b"},
@@ -36,6 +42,28 @@ def test_g04_several_system_messages_become_one_in_front() -> None:
 def test_g04_a_template_without_system_messages_sees_the_users() -> None:
     text = ChatTemplate(ALTERNATING, {}).render(AGENT)
     assert text == "[user] a\n\nb\n\nc\n\nd[assistant] e[user] f"
+
+
+@pytest.mark.parametrize("answers", [["1", "2"], ["2", "1"], ["1"], []])
+def test_g04_a_template_that_takes_one_call_at_once_sees_several_in_turn(
+    answers: list[str],
+) -> None:
+    """G04: Llama's template refuses the two calls that its model made in one answer."""
+    calls = [{"id": i, "function": {"name": f"f{i}", "arguments": "{}"}} for i in "12"]
+    results = [{"role": "tool", "tool_call_id": i, "content": f"r{i}"} for i in answers]
+    said = {"role": "assistant", "content": "a", "tool_calls": calls}
+    chat = [{"role": "user", "content": "c"}, said, *results, {"role": "user", "content": "d"}]
+    shown = {i: f"[tool] r{i}" if i in answers else "" for i in "12"}
+    text = ChatTemplate(ONE_CALL, {}).render(chat)
+    first, second = f"[assistant] a f1{shown['1']}", f"[assistant]  f2{shown['2']}"
+    assert text == f"[user] c{first}{second}[user] d"
+
+
+def test_g04_one_call_at_once_and_one_system_message() -> None:
+    calls = [{"id": i, "function": {"name": f"f{i}", "arguments": "{}"}} for i in "12"]
+    template = ChatTemplate(ONE_CALL + ONE_SYSTEM, {})
+    text = template.render([*AGENT, {"role": "assistant", "tool_calls": calls}])
+    assert text.startswith("[system] a\n\nb[user] c\n\nd[assistant] e[user] f[assistant]  f1")
 
 
 def test_g04_a_refusal_of_other_reasons_stays() -> None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
-from contextlib import aclosing
-from typing import cast
+import re
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,15 +32,57 @@ from manyroots.messages import FinishReason, Submit
 from manyroots.step import Floats
 
 _FORMATS = ("float", "base64")
+MAX_TEXTS = 2048
+"""In one request, as with OpenAI: clients fill their requests up to this number."""
 
 
 async def embeddings(request: Request) -> Response:
     server = server_of(request)
     body = await server.read(request, EmbeddingsRequest)
     _check(body)
+    portions = _portions(body.input, server.settings.max_prompts_per_request)
+    if len(portions) > 1:
+        return await answer(request, _in_turn(server, body, request, portions))
     job = await embedding_job(server, body, request)
     with job.permits:
         return await answer(request, _whole(job, body))
+
+
+def _portions(texts: str | list[Any], size: int) -> list[str | list[Any]]:
+    """Texts that are computed together. Those beyond the limit are left in one, to be refused."""
+    is_one = isinstance(texts, str) or all(type(token) is int for token in texts)
+    if is_one or not size < len(texts) <= MAX_TEXTS:
+        return [texts]
+    return [texts[at : at + size] for at in range(0, len(texts), size)]
+
+
+async def _in_turn(
+    server: ServerState,
+    request: EmbeddingsRequest,
+    web: Request,
+    portions: list[str | list[Any]],
+) -> EmbeddingList:
+    """More texts than a request may have sequences: one portion after the other."""
+    vectors: list[Floats] = []
+    num_tokens = 0
+    for portion in portions:
+        with _numbered_from(len(vectors)):
+            asked = msgspec.structs.replace(request, input=portion)
+            job = await embedding_job(server, asked, web)
+        with job.permits:
+            vectors += await embedding_vectors(job)
+        num_tokens += _num_tokens(job)
+    return _listed(request, vectors, num_tokens)
+
+
+@contextmanager
+def _numbered_from(first: int) -> Iterator[None]:
+    """A fault of one text says which one it is among all."""
+    try:
+        yield
+    except RequestError as error:
+        text = re.sub(r"\binput\[(\d+)\]", lambda m: f"input[{first + int(m[1])}]", str(error))
+        raise type(error)(text, field=error.field) from error
 
 
 def _check(request: EmbeddingsRequest) -> None:
@@ -74,7 +119,14 @@ async def embedding_job(server: ServerState, request: EmbeddingsRequest, web: Re
 
 
 async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
-    vectors = await embedding_vectors(job)
+    return _listed(request, await embedding_vectors(job), _num_tokens(job))
+
+
+def _num_tokens(job: Job) -> int:
+    return sum(len(submit.prompt) for submit in job.submits)
+
+
+def _listed(request: EmbeddingsRequest, vectors: list[Floats], num_tokens: int) -> EmbeddingList:
     length = len(vectors[0])
     if request.dimensions not in (None, length):
         # The model's own length is what clients such as mem0 send; here it is known by now only.
@@ -83,7 +135,6 @@ async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
             "state has no other form that means the same. Remove it.",
             field="dimensions",
         )
-    num_tokens = sum(len(submit.prompt) for submit in job.submits)
     return EmbeddingList(
         data=[
             EmbeddedText(index=index, embedding=_written(vector, request.encoding_format))

@@ -58,3 +58,24 @@ async def test_g05_what_has_no_vector(fields: dict[str, Any], param: str) -> Non
     response = await embed(**fields)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
+
+
+async def test_g05_many_texts_are_computed_in_portions() -> None:
+    """G05: LangChain sends 1,000 texts at once and the AI SDK 2,048, whatever this server runs."""
+    harness = Harness(max_prompts_per_request=4, max_queued_requests=0)
+    texts = [f"{number:02}" for number in range(10)]
+    answer = (await embed(harness, input=texts)).json()
+    assert [item["index"] for item in answer["data"]] == list(range(10))
+    assert answer["usage"]["prompt_tokens"] == 20
+    assert [bytes(submit.prompt).decode() for submit in harness.engine.submitted] == texts
+    assert harness.state.service.concurrency.num_alive == 0
+    response = await embed(harness, input=[*texts, "a" * 600, "b"])
+    assert response.status_code == 400
+    assert "input[10] has 600" in error_of(response)["message"]
+    assert harness.state.service.concurrency.num_alive == 0
+
+
+async def test_g05_more_texts_than_openai_takes_are_refused() -> None:
+    response = await embed(input=["a"] * 2049)
+    assert response.status_code == 400
+    assert "2049 prompts" in error_of(response)["message"]

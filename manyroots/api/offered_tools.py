@@ -15,9 +15,11 @@ from manyroots.api.requests import ChatRequest, TokenizeRequest
 from manyroots.errors import RequestError
 from manyroots.text.tools import ToolUse, check_tools
 
+_WORDS = ("auto", "none", "required")
+
 
 def tool_use(request: ChatRequest | TokenizeRequest, notices: Notices) -> ToolUse:
-    tools, choice = request.tools, request.tool_choice
+    tools, choice = request.tools, _as_word(request.tool_choice)
     parallel = request.parallel_tool_calls if isinstance(request, ChatRequest) else None
     left_out: dict[str, str] = {}
     """Types of tools that can't be run, by name."""
@@ -33,6 +35,12 @@ def tool_use(request: ChatRequest | TokenizeRequest, notices: Notices) -> ToolUs
     for kind in left_out.values():
         notices.tell(kind, "is a type of tool that this server can't run; such tools are left out")
     return check_tools(kept, choice, parallel)
+
+
+def _as_word(choice: Any) -> Any:
+    """Cursor writes the choices that are words as objects."""
+    is_word = isinstance(choice, Mapping) and choice.keys() == {"type"}
+    return choice["type"] if is_word and choice["type"] in _WORDS else choice
 
 
 def _is_foreign(tool: Any) -> bool:

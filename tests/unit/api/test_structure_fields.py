@@ -129,6 +129,21 @@ async def test_g02_a_required_call_is_one_of_the_tools() -> None:
     assert not follows(alone, f"{now}\n{weather}")
 
 
+@pytest.mark.parametrize("word", ["auto", "none", "required"])
+async def test_g02_a_choice_may_be_a_word_in_an_object(word: str) -> None:
+    """G02: as Cursor writes it."""
+    prompts, shapes = [], []
+    for choice in (word, {"type": word}):
+        harness = Harness(template=KNOWS_TOOLS.replace("tools | length", "tools"))
+        response = await harness.chat(tools=TOOLS, tool_choice=choice)
+        assert response.status_code == 200, response.text
+        [submit] = harness.engine.submitted
+        prompts.append(submit.prompt)
+        shapes.append(submit.sampling.structured_outputs)
+    assert prompts[0] == prompts[1]
+    assert shapes[0] == shapes[1]
+
+
 async def test_g02_a_named_call_is_that_tool() -> None:
     wanted = await forced({"type": "function", "function": {"name": "now"}})
     assert follows(wanted, call("now", "{}"))

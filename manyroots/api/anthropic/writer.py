@@ -18,6 +18,8 @@ from manyroots.text.chat_output import (
 )
 
 BlockEvent = dict[str, Any]
+SIGNATURE = "unsigned"
+"""Of thoughts. Nothing is signed here, but clients keep and send back only what has one."""
 
 
 class BlockWriter:
@@ -50,10 +52,13 @@ class BlockWriter:
         if not self._is_open:
             return []
         self._is_open = False
-        block = self.blocks[-1]
+        block, events = self.blocks[-1], []
         if block["type"] == "tool_use":
             block["input"] = parsed_arguments(self._arguments)
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        elif block["type"] == "thinking":
+            block["signature"] = SIGNATURE
+            events.append(self._delta({"type": "signature_delta", "signature": SIGNATURE}))
+        return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _opened(self, block: dict[str, Any]) -> list[BlockEvent]:
         """An open block of this type, which may have to begin."""

@@ -285,6 +285,26 @@ async def test_g05_what_was_thought_is_counted() -> None:
     assert 2 <= details.thinking_tokens < message.usage.output_tokens
 
 
+async def test_g05_thoughts_have_a_signature_with_which_clients_send_them_back() -> None:
+    """G05: LiteLLM and the AI SDK drop streamed thoughts without one from the history."""
+    engine = FakeEngine(script(*b"<think>so</think>yes"))
+    harness = Harness(engine, template=TOOLS_TEMPLATE + "{# </think> #}")
+    whole = await create(harness)
+    async with client(harness).messages.stream(
+        model="tiny", max_tokens=64, messages=[{"role": "user", "content": "hi"}]
+    ) as stream:
+        kinds = [
+            event.delta.type if event.type == "content_block_delta" else event.type
+            async for event in stream
+        ]
+        streamed = await stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.content[0].type == "thinking"
+        assert message.content[0].signature
+    told = [kind for kind in kinds if kind.endswith(("_delta", "_stop"))]
+    assert told[:4] == [*["thinking_delta"] * 2, "signature_delta", "content_block_stop"]
+
+
 async def test_g05_an_answer_that_the_caller_began_goes_on() -> None:
     harness = saying(") Helios")
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is (B"}]

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 Messages = list[dict[str, Any]]
+_JOINED = ("system", "user")
+_JOINED_LAST = (*_JOINED, "assistant")
+"""Answers too, where a template takes nothing else: users and answers must alternate."""
 
 
 def foldings(messages: Sequence[dict[str, Any]]) -> Iterator[Messages]:
     """Each call in a message of its own; one system message in front and later ones as the user's
-    words; then none at all."""
+    words; then none at all; then neighbouring answers as one."""
     apart = _one_call_each(messages)
     yield apart
     yield from _fewer_roles(messages)
@@ -58,23 +61,23 @@ def _fewer_roles(messages: Sequence[dict[str, Any]]) -> Iterator[Messages]:
     first = [dict(message) for message in messages[:num_first]]
     later = [_as_user(message) for message in messages[num_first:]]
     yield [*_joined(first), *_joined(later)]
-    yield _joined([*(_as_user(message) for message in first), *later])
+    plain = [*(_as_user(message) for message in first), *later]
+    yield _joined(plain)
+    yield _joined(plain, _JOINED_LAST)
 
 
 def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "user"} if message["role"] == "system" else dict(message)
 
 
-def _joined(messages: Sequence[dict[str, Any]]) -> Messages:
-    """Neighbours of one role as one message; answers and results of tools stay apart."""
+def _joined(messages: Sequence[dict[str, Any]], roles: Sequence[str] = _JOINED) -> Messages:
+    """Neighbours of one role as one message; calls and results of tools stay apart."""
     joined: Messages = []
     for message in messages:
-        last = joined[-1] if joined else None
-        if last is not None and last["role"] == message["role"] and message["role"] in _JOINED:
+        last: dict[str, Any] = joined[-1] if joined else {"role": None}
+        calls = "tool_calls" in last or "tool_calls" in message
+        if last["role"] == message["role"] and message["role"] in roles and not calls:
             last["content"] = f"{last['content']}\n\n{message['content']}"
         else:
             joined.append(dict(message))
     return joined
-
-
-_JOINED = ("system", "user")

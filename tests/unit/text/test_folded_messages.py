@@ -66,6 +66,14 @@ def test_g04_one_call_at_once_and_one_system_message() -> None:
     assert text.startswith("[system] a\n\nb[user] c\n\nd[assistant] e[user] f[assistant]  f1")
 
 
+def test_g04_neighbouring_answers_are_one_where_roles_must_alternate() -> None:
+    """G04: a greeting and an answer, or an answer that was cut off and continued."""
+    answers = [{"role": "assistant", "content": text} for text in "de"]
+    chat = [{"role": "user", "content": "c"}, *answers, {"role": "user", "content": "f"}]
+    assert ChatTemplate(ALTERNATING, {}).render(chat) == "[user] c[assistant] d\n\ne[user] f"
+    assert ChatTemplate(ONE_SYSTEM, {}).render(chat) == "[user] c[assistant] d[assistant] e[user] f"
+
+
 def test_g04_a_refusal_of_other_reasons_stays() -> None:
     template = ChatTemplate("{{ raise_exception('never') }}", {})
     with pytest.raises(RequestError, match="never"):

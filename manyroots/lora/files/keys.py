@@ -27,6 +27,8 @@ _KEY = re.compile(
 )
 _OLDER_NAMES = {".block_sparse_moe.router.layer": ".block_sparse_moe.router"}
 """What modules were called when adapters were made for them, and what checkpoints call them now."""
+_OLDER_MIXTRAL = re.compile(r"(model\.layers\.\d+)\.block_sparse_moe\.(gate|experts\.\d+\.w[123])")
+"""Mixtral's router and experts in transformers 4. Granite has other names below the block."""
 _COMPILED = "_orig_mod."
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+)\.weight")
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
@@ -106,6 +108,9 @@ def _of_text(module: str) -> str:
     for older, now in _OLDER_NAMES.items():
         if module.endswith(older):
             module = module.removesuffix(older) + now
+    mixtral = _OLDER_MIXTRAL.fullmatch(module)
+    if mixtral is not None:
+        return f"{mixtral[1]}.mlp.{mixtral[2]}"
     attention = _TINKERS_ATTENTION.fullmatch(module)
     if attention is not None:
         return f"{attention[1]}.self_attn.{attention[2]}"

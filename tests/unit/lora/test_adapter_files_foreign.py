@@ -151,3 +151,26 @@ def test_w15_tinkers_names_of_attention_and_head_are_read(tmp_path: Path) -> Non
     for name, pair in found.pairs.items():
         assert torch.equal(pair.a, wanted[name].a), name
         assert torch.equal(pair.b, wanted[name].b), name
+
+
+def test_w15_mixtrals_names_of_router_and_experts_in_transformers_4_are_read(
+    tmp_path: Path,
+) -> None:
+    """W15: most published adapters of Mixtral have them, in the config, too."""
+    modules = ("q_proj", "gate", "gate_proj", "up_proj", "down_proj")
+    wanted = write_adapter(tmp_path, MOE, Recipe(modules=modules))
+    older = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+    def change(name: str) -> str:
+        for now, before in older.items():
+            name = name.replace(f".{now}.", f".{before}.")
+        return name.replace(".mlp.", ".block_sparse_moe.")
+
+    renamed(tmp_path, change)
+    rewrite_config(tmp_path, target_modules=["q_proj", "gate", *older.values()])
+    found = read(tmp_path, MOE)
+    assert found.pairs.keys() == wanted.keys()
+    assert any(name.endswith(".mlp.gate") for name in wanted)
+    for name, pair in found.pairs.items():
+        assert torch.equal(pair.a, wanted[name].a), name
+        assert torch.equal(pair.b, wanted[name].b), name

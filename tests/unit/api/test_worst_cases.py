@@ -23,7 +23,11 @@ work. A body that is slow to read is so at every try."""
 def test_r03_worst_bodies_are_answered_and_live_meanwhile() -> None:
     """A slice of `python -m tests.soaks.worst_cases`."""
     for seed in range(200):
-        assert run_seed(seed)[1] is None
+        for _ in range(NUM_TRIES):
+            why = run_seed(seed)[1]
+            if why is None or ": /live is 200 after " not in why:
+                break
+        assert why is None
 
 
 @pytest.mark.parametrize(

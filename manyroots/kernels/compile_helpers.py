@@ -48,12 +48,11 @@ class _CannotSendError(Exception):
 class CompileHelpers:
     """The helper processes of this process. Any thread may call `compile`."""
 
-    def __init__(self, module: str = "manyroots.kernels.compile_helpers") -> None:
-        self._module = module
+    def __init__(self) -> None:
         self._lock = Lock()
         self._idle: list[HelperProcess] = []
-        self._starts = 0
-        """Changes when helpers are started or closed, so that a late start is noticed."""
+        self._num_closed = 0
+        """How often `close` was called. A helper that was started before is of no use then."""
         self._num_missing = 0
         self.num_compiled = 0
         """Kernels that helpers have compiled."""
@@ -78,15 +77,15 @@ class CompileHelpers:
             self._num_missing += 1
             if self._num_missing == FEW_KERNELS + 1:
                 for _ in range(num_at_once()):
-                    Thread(target=self._start, args=(self._starts,), daemon=True).start()
+                    Thread(target=self._start, args=(self._num_closed,), daemon=True).start()
             return self._idle.pop() if self._idle else None
 
-    def _start(self, starts: int) -> None:
-        helper = HelperProcess(self._module)
-        with contextlib.suppress(HelperDiedError):
+    def _start(self, num_closed: int) -> None:
+        helper = HelperProcess("manyroots.kernels.compile_helpers")
+        with contextlib.suppress(HelperDiedError, OSError):
             helper.call([])
             with self._lock:
-                if starts == self._starts:
+                if num_closed == self._num_closed:
                     self._idle.append(helper)
                     return
         helper.close()
@@ -94,7 +93,7 @@ class CompileHelpers:
     def _compile_by(self, helper: HelperProcess, source: Any, options: dict[str, Any]) -> None:
         try:
             [fault] = helper.call([json.dumps(_job_of(source, options)).encode()])
-        except (_CannotSendError, HelperDiedError) as error:
+        except (_CannotSendError, HelperDiedError, OSError) as error:
             fault = str(error).encode()
         if fault:
             logger.info("no helper process compiled %s: %s", source.name, fault.decode())
@@ -106,7 +105,7 @@ class CompileHelpers:
         """End the processes. Later calls may start new ones."""
         with self._lock:
             helpers, self._idle = self._idle, []
-            self._starts += 1
+            self._num_closed += 1
             self._num_missing = 0
         for helper in helpers:
             helper.close()

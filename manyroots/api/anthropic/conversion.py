@@ -22,8 +22,8 @@ from manyroots.errors import RequestError
 from manyroots.text.chat import SWITCHES
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
-"""A line of Claude Code's for Anthropic's accounts. It is in front of the prompt and another one in
-each request, so that no prompt would begin as one that is cached."""
+"""Claude Code puts this line at the start of its prompt, for Anthropic's billing. It changes with
+each request, so no request would find a cached prefix."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -173,14 +173,14 @@ def _text(content: Any, where: str) -> str:
 
 
 def _result(content: Any, where: str) -> str:
-    """What a tool gave: a text, or blocks that are text in some form."""
+    """A tool's result: a text, or blocks that contain text."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(_block_text(*block) for block in _blocks(content, where))
 
 
 def _block_text(kind: str, block: Mapping[str, Any], where: str) -> str:
-    """Of a text, a document or a search's result."""
+    """The text of a block: a text, a document or a search result."""
     texts: list[Any] = [None]
     match kind:
         case "text":

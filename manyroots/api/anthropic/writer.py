@@ -19,7 +19,7 @@ from manyroots.text.chat_output import (
 
 BlockEvent = dict[str, Any]
 SIGNATURE = "unsigned"
-"""Of thoughts. Nothing is signed here, but clients keep and send back only what has one."""
+"""Of thinking blocks. Nothing is signed, but clients send back only blocks with a signature."""
 
 
 class BlockWriter:

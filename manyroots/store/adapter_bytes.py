@@ -14,7 +14,7 @@ from itertools import chain
 
 import numpy as np
 
-from manyroots.lora.files.digest import CHUNK_BYTES
+from manyroots.lora.files.digest import PIECE_BYTES
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 
@@ -28,8 +28,9 @@ _INFINITY = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 """As an integer. Every finite number of the same sign is smaller, every NaN larger."""
 
 
-_MOST_PIECE_BYTES = 2048
-"""NumPy keeps the interpreter's lock while it moves up to 500 pieces: so at most for 1 MiB."""
+_MIN_STEPS = 512
+"""NumPy keeps the interpreter's lock while it moves up to 500 steps, so what is read at once has
+more."""
 
 
 def are_finite(raw: memoryview, dtype: str) -> bool:
@@ -64,7 +65,8 @@ class Moves:
         """From the order of the file to that of memory."""
         num_bytes = tensors[-1].end
         starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
-        step = math.gcd(CHUNK_BYTES, _MOST_PIECE_BYTES, num_bytes, int(np.gcd.reduce(starts)))
+        most = max(1, PIECE_BYTES // _MIN_STEPS)
+        step = math.gcd(PIECE_BYTES, most, num_bytes, int(np.gcd.reduce(starts)))
         counts = np.diff(starts, append=num_bytes) // step
         to = np.arange(num_bytes // step)
         to += np.repeat((places - starts) // step, counts)

@@ -63,9 +63,13 @@ class Stages:
 
         return run
 
+    def _hash(self, *data: Any) -> mock.Mock:
+        hashed = hashlib.sha256(*data)
+        return mock.Mock(update=self.timed("hash", hashed.update), digest=hashed.digest)
+
     @contextmanager
     def watching(self) -> Iterator[None]:
-        hashes = mock.Mock(sha256=self.timed("hash", hashlib.sha256))
+        hashes = mock.Mock(sha256=self._hash)
         taken = self.timed("check and move", adapter_bytes.ArrivingBytes.take)
         with ExitStack() as patches:
             for owner, name, call in (

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import threading
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from manyroots.errors import AdapterError
 from manyroots.lora.files import digest
 from manyroots.lora.files.digest import CHUNK_BYTES, content_digest, read_and_hash
 from manyroots.lora.files.header import Header
+from manyroots.lora.files.memory import MemoryFile
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets
@@ -99,8 +104,9 @@ def test_w15_experts_in_many_chunks_are_read_to_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W15: files have their experts in the order of text, 0, 1, 10, 11, 2."""
+    monkeypatch.setattr(digest, "CHUNK_BYTES", 2500)
     for module in (digest, adapter_bytes):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+        monkeypatch.setattr(module, "PIECE_BYTES", 1000)
     targets = tiny_targets(num_experts=12)
     modules = ("q_proj", "gate_proj", "up_proj", "down_proj")
     recipe = Recipe(experts=ExpertFormat.PER_EXPERT, dtype=torch.bfloat16, modules=modules)
@@ -221,6 +227,46 @@ def test_n20_any_changed_byte_of_the_weights_changes_the_digest(draw: Draw) -> N
     changed = bytearray(raw)
     changed[position] ^= 1 << draw.integer(0, 7)
     assert _digest_of_bytes(bytes(changed), header) != _digest_of_bytes(raw, header)
+
+
+class Hanging(MemoryFile):
+    """Of a network file system that does not answer for a while."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__("hanging", [bytes(num_bytes)])
+        self.answers = threading.Event()
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        self.answers.wait()
+        super().read_into(view, offset)
+
+    def bytes_at(self, offset: int, room: memoryview) -> memoryview:
+        self.answers.wait()
+        return super().bytes_at(offset, room)
+
+
+def test_a03_a_file_whose_reads_hang_keeps_no_other_from_being_read() -> None:
+    """A03: with more chunks than there are threads, all of which it takes."""
+    raw, header = _many_chunks()
+    length = 64 * CHUNK_BYTES
+    hanging = Hanging(length)
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(read_and_hash, hanging, Header((), b"{}", 0, length), None)
+        try:
+            while digest._THREADS._work_queue.qsize():
+                time.sleep(0.01)
+            _digest_of_bytes(raw, header)
+            assert not other.done()
+        finally:
+            hanging.answers.set()
+        assert len(other.result()) == 64
+
+
+def test_an_error_of_one_thread_ends_the_read() -> None:
+    raw, header = _many_chunks()
+    file = MemoryFile("weights", [raw[:-1]])
+    with pytest.raises(AdapterError, match="changed while it was read"):
+        read_and_hash(file, header, None)
 
 
 def _many_chunks() -> tuple[bytes, Header]:

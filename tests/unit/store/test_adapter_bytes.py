@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyroots.lora.files.digest import CHUNK_BYTES
+from manyroots.lora.files.digest import CHUNK_BYTES, PIECE_BYTES
 from manyroots.lora.files.memory import MemoryFile
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
@@ -65,7 +65,7 @@ def test_tensors_come_to_their_places_wherever_chunks_are_cut(draw: Draw) -> Non
     ]
     data = np.arange(at // 2, dtype=np.int16).view(np.uint8)
     memory = np.zeros(at, np.uint8)
-    with mock.patch.object(adapter_bytes, "CHUNK_BYTES", chunk):
+    with mock.patch.multiple(adapter_bytes, PIECE_BYTES=chunk, _MIN_STEPS=1):
         arriving = ArrivingBytes(memory, Moves.between(tensors, places_of(pieces, tensors)))
     for start in range(0, at, chunk):
         arriving.take(start, memoryview(data[start : start + chunk]))
@@ -83,12 +83,12 @@ def test_a03_other_threads_run_while_bytes_of_an_adapter_come_to_their_places() 
     size = 128 << 10
     tensors = [
         TensorEntry(f"{number}", "BF16", (size // 2,), number * size, (number + 1) * size)
-        for number in range(CHUNK_BYTES // size)
+        for number in range(PIECE_BYTES // size)
     ]
     pieces = [Piece((number,), (size // 2,)) for number in reversed(range(len(tensors)))]
-    memory = np.zeros(CHUNK_BYTES, np.uint8)
+    memory = np.zeros(PIECE_BYTES, np.uint8)
     moves = Moves.between(tensors, places_of(pieces, tensors))
-    block = memoryview(np.ones(CHUNK_BYTES, np.uint8))
+    block = memoryview(np.ones(PIECE_BYTES, np.uint8))
     with mock.patch.object(adapter_bytes, "are_finite", return_value=True):  # releases it, too
         arriving = ArrivingBytes(memory, moves)
         assert lets_others_run(lambda: arriving.take(0, block))

@@ -51,6 +51,7 @@ from manyroots.models.spec import ModelSpec
 from manyroots.models.weight_bytes import device_bytes
 from manyroots.process.progress import stage
 from manyroots.runner.runner import ModelRunner
+from manyroots.runner.warmup import prepare_warm_up
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.copy_ends import CopyEnds
@@ -175,6 +176,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
     device = pick_device(settings.model, shard)
     if device.type == "cuda":
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        prepare_warm_up()
     dtype = pick_dtype(settings.model, source, device)
     scheduler, drafts = settings.scheduler, settings.scheduler.speculation()
     predicts = drafts is not None and drafts.is_predicted

@@ -53,6 +53,14 @@ def compile_ahead(launch_all: Callable[[], object]) -> None:
     logger.info("kernels compiled in %.1f s, %d by helper processes", took_s, num_compiled)
 
 
+def begin_helpers() -> None:
+    """Early in a start: if nothing is compiled yet, helpers import torch meanwhile."""
+    with contextlib.suppress(ImportError):
+        from manyroots.kernels.compile_helpers import HELPERS
+
+        HELPERS.begin()
+
+
 def end_helpers() -> None:
     """After the last `compile_ahead` of a start."""
     with contextlib.suppress(ImportError):

@@ -4,9 +4,9 @@ In: a kernel's source and options, as Triton hands them to its compiler. Out: wh
 `compile` gives; the kernel is then in Triton's cache on disk. Triton's front end is Python. In one
 process, threads that compile take turns for it, because they share the interpreter's lock.
 
-`python -m manyroots.kernels.compile_helpers` is a helper. It imports torch and the kernels, which
-takes seconds, and computes nothing. Helpers start once several kernels are not in the cache. Until
-they are ready, this process compiles.
+`python -m manyroots.kernels.compile_helpers` imports torch and the kernels, which takes seconds,
+and computes nothing. The helpers are its forks. It starts with the engine if nothing at all is in
+the cache, and otherwise once several kernels are not.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import contextlib
 import json
 import logging
 import os
+import sys
 from importlib import import_module
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import compile as compile_here
 from triton.runtime.jit import JITCallable, JITFunction
 
 from manyroots.kernels.choice import kernel_set_of
-from manyroots.process.helper_process import HelperDiedError, HelperProcess, Message, answer_calls
+from manyroots.process.forked_helpers import ForkedHelpers, answer_in_forks
+from manyroots.process.helper_process import HelperDiedError, Message
 
 logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 32
 FEW_KERNELS = 8
-"""This process compiles so many before helpers would be ready."""
+"""This process compiles so many while helpers would still import."""
 CPU_S = 600
 """Processor time for one kernel. The largest ones take about ten seconds."""
 MEMORY_BYTES = 64 << 30
@@ -50,16 +53,25 @@ class CompileHelpers:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._idle: list[HelperProcess] = []
-        self._num_closed = 0
-        """How often `close` was called. A helper that was started before is of no use then."""
+        self._processes: ForkedHelpers | None = None
         self._num_missing = 0
         self.num_compiled = 0
         """Kernels that helpers have compiled."""
 
+    def begin(self) -> None:
+        """Start the processes if nothing is in the cache, so that they import meanwhile."""
+        with self._lock:
+            if num_at_once() > 1 and _is_cache_empty():
+                self._begin()
+
+    def _begin(self) -> None:
+        if self._processes is None:
+            with contextlib.suppress(OSError):
+                self._processes = ForkedHelpers("manyroots.kernels.compile_helpers", num_at_once())
+
     def compile(self, source: Any, **options: Any) -> Any:
-        """In the place of Triton's `compile`. This process compiles while no helper is ready, and
-        if a helper fails."""
+        """In the place of Triton's `compile`. This process compiles the first few kernels, unless
+        helpers were started, and what a helper fails to compile."""
         # Triton calls `make_ir` only if the kernel is not in the cache.
         source.make_ir = _raise_not_cached
         try:
@@ -68,47 +80,34 @@ class CompileHelpers:
             pass
         finally:
             del source.make_ir
-        if (helper := self._take()) is not None:
-            self._compile_by(helper, source, options)
+        if (processes := self._take()) is not None:
+            self._compile_by(processes, source, options)
         return compile_here(source, **options)
 
-    def _take(self) -> HelperProcess | None:
+    def _take(self) -> ForkedHelpers | None:
         with self._lock:
             self._num_missing += 1
-            if self._num_missing == FEW_KERNELS + 1:
-                for _ in range(num_at_once()):
-                    Thread(target=self._start, args=(self._num_closed,), daemon=True).start()
-            return self._idle.pop() if self._idle else None
+            if self._num_missing > FEW_KERNELS:
+                self._begin()
+            return self._processes
 
-    def _start(self, num_closed: int) -> None:
-        helper = HelperProcess("manyroots.kernels.compile_helpers")
-        with contextlib.suppress(HelperDiedError, OSError):
-            helper.call([])
-            with self._lock:
-                if num_closed == self._num_closed:
-                    self._idle.append(helper)
-                    return
-        helper.close()
-
-    def _compile_by(self, helper: HelperProcess, source: Any, options: dict[str, Any]) -> None:
+    def _compile_by(self, processes: ForkedHelpers, source: Any, options: dict[str, Any]) -> None:
         try:
-            [fault] = helper.call([json.dumps(_job_of(source, options)).encode()])
+            [fault] = processes.call([json.dumps(_job_of(source, options)).encode()])
         except (_CannotSendError, HelperDiedError, OSError) as error:
             fault = str(error).encode()
         if fault:
             logger.info("no helper process compiled %s: %s", source.name, fault.decode())
         with self._lock:
             self.num_compiled += not fault
-            self._idle.append(helper)
 
     def close(self) -> None:
         """End the processes. Later calls may start new ones."""
         with self._lock:
-            helpers, self._idle = self._idle, []
-            self._num_closed += 1
+            processes, self._processes = self._processes, None
             self._num_missing = 0
-        for helper in helpers:
-            helper.close()
+        if processes is not None:
+            processes.close()
 
 
 HELPERS = CompileHelpers()
@@ -118,6 +117,13 @@ HELPERS = CompileHelpers()
 def num_at_once() -> int:
     """Kernels that are compiled at once: one for each core."""
     return min(MAX_AT_ONCE, len(os.sched_getaffinity(0)))
+
+
+def _is_cache_empty() -> bool:
+    try:
+        return not os.listdir(knobs.cache.dir)
+    except FileNotFoundError:
+        return True
 
 
 def fix_hash(function: Any) -> None:
@@ -194,21 +200,39 @@ def _restored(value: Any) -> Any:
 
 
 def _answer(message: Message) -> Message:
-    """Compile a kernel into the cache. Returns an empty text, or what was wrong. The first message
-    is empty: it only asks for the imports."""
-    if not message:
-        kernel_set_of("triton")
-        return []
+    """Compile a kernel into the cache. Returns an empty text, or what was wrong."""
     try:
         job = json.loads(message[0])
         signature, constants, attributes = map(_restored, job["parts"])
         fix_hash(kernel := _named(job["kernel"]))
         source = _named(job["source"])(kernel, signature, constants, attributes)
-        compile_here(source, target=GPUTarget(*job["target"]), **_restored(job["options"]))
+        options = _restored(job["options"])
+        compiled = compile_here(source, target=GPUTarget(*job["target"]), **options)
     except Exception as error:
         return [f"{type(error).__name__}: {error}".encode()]
+    with contextlib.suppress(Exception):  # The launch makes it again, and reports this.
+        _make_launcher(source, compiled)
     return [b""]
 
 
+def _make_launcher(source: Any, compiled: Any) -> None:
+    """Triton before 3.8 launches a kernel by a C module for the types of its arguments. It compiles
+    the module at the first launch if it is not in the cache."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(source, compiled.metadata)
+
+
+def _prepare() -> None:
+    """What each process would do before its first kernel."""
+    kernel_set_of("triton")
+    with contextlib.suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # A hash of all of Triton.
+
+
 if __name__ == "__main__":
-    answer_calls(_answer, cpu_s=CPU_S, memory_bytes=MEMORY_BYTES)
+    _prepare()
+    answer_in_forks(_answer, [*map(int, sys.argv[1:])], cpu_s=CPU_S, memory_bytes=MEMORY_BYTES)

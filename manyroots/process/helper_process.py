@@ -80,8 +80,8 @@ class HelperProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            _write(process.stdin, message)
-        answer = _read(process.stdout)
+            send(process.stdin, message)
+        answer = receive(process.stdout)
         if answer is not None:
             return answer
         code = process.wait()
@@ -152,14 +152,14 @@ def _answer(handle: Callable[[Message], Message], cpu_s: int) -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    while (message := _read(source)) is not None:
+    while (message := receive(source)) is not None:
         soft = int(time.process_time()) + cpu_s + 1
         soft = soft if most == resource.RLIM_INFINITY else min(soft, most)
         resource.setrlimit(resource.RLIMIT_CPU, (soft, most))
-        _write(sink, handle(message))
+        send(sink, handle(message))
 
 
-def _write(file: IO[bytes], message: Message) -> None:
+def send(file: IO[bytes], message: Message) -> None:
     sizes = struct.pack(f"<{1 + len(message)}Q", len(message), *map(len, message))
     file.write(sizes)
     for part in message:
@@ -167,7 +167,7 @@ def _write(file: IO[bytes], message: Message) -> None:
     file.flush()
 
 
-def _read(file: IO[bytes]) -> Message | None:
+def receive(file: IO[bytes]) -> Message | None:
     """None at the end."""
     head = file.read(8)
     if len(head) < 8:

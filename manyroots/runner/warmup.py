@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from manyroots.kernels.compile_ahead import compile_ahead, end_helpers
+from manyroots.kernels.compile_ahead import begin_helpers, compile_ahead, end_helpers
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.layers.step import LogitsIndices
 from manyroots.process.progress import stage
@@ -31,6 +31,11 @@ many tokens as a step may have."""
 WARM_SAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Tokens that are sampled in a step kernel by kernel: its last products have so many rows, and
 kernels are compiled for powers of two."""
+
+
+def prepare_warm_up() -> None:
+    """Before weights are loaded on a GPU, so that what compiles imports torch meanwhile."""
+    begin_helpers()
 
 
 class Warmup:

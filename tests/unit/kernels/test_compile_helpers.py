@@ -18,7 +18,9 @@ from manyroots.kernels.compile_helpers import _CannotSendError, _name_of, _plain
 ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
-import time
+import os
+import signal
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -48,29 +50,39 @@ def compiled(block):
 
 hits = []
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-compile_helpers.num_at_once = lambda: 1
-compile_helpers.FEW_KERNELS = 0
+compile_helpers.num_at_once = lambda: 2
+compile_helpers.FEW_KERNELS = 1
 triton_fp8_rows.scale_of.cache_key  # An earlier launch called it, unlike in the helper.
 compile_helpers.fix_hash(activation._gated_row)
 helpers = compile_helpers.CompileHelpers()
 
 assert compiled(256)
-assert hits == [False], "the helper is not ready yet"
-while not helpers._idle:
-    time.sleep(0.05)
+assert hits == [False], "helpers start only once several kernels are missing"
 for block in (512, 256):
     assert compiled(block)
     assert hits.pop(), "it is in the cache"
 assert helpers.num_compiled == 1
 
-helpers._idle[0].call = lambda _: [b"ValueError: no"]
+processes = helpers._processes
+answer, processes.call = processes.call, lambda _: [b"ValueError: no"]
 assert compiled(128)
 assert not hits.pop(), "this process compiled it"
-[helper] = helpers._idle
+processes.call = answer
+for fork in Path(f"/proc/{(pid := processes.pid)}/task/{pid}/children").read_text().split():
+    os.kill(int(fork), signal.SIGKILL)
+for block in (64, 2048, 4096):
+    assert compiled(block)
+    assert not hits.pop(), "helpers that died are of no use"
 helpers.close()
-assert helper.pid is None
-helpers._start(0)
-assert not helpers._idle, "it was started before the others were closed"
+helpers.begin()
+assert helpers._processes is None, "the cache is not empty"
+
+triton.knobs.cache.dir += "/new"
+helpers.begin()
+assert compiled(1024)
+assert hits.pop(), "they were started before a kernel was missing"
+assert helpers.num_compiled == 2
+helpers.close()
 """
 
 

@@ -58,9 +58,12 @@ def _message(message: Any, where: str, known_roles: Collection[str]) -> dict[str
     calls = message.get("tool_calls")
     if calls is not None and calls != []:
         checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
-    # An answer that was all tool calls, or all thoughts, has no content.
+    # An answer of calls or thoughts alone has no content, nor has the result of a tool that gives
+    # nothing back.
     is_answer = role == "assistant"
-    checked["content"] = _content(message.get("content"), f"{where}.content", optional=is_answer)
+    checked["content"] = _content(
+        message.get("content"), f"{where}.content", optional=is_answer or role == "tool"
+    )
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     if is_answer and isinstance(thoughts, str) and thoughts:
         checked["reasoning_content"] = thoughts  # of which most templates keep the latest

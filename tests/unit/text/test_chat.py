@@ -62,6 +62,14 @@ def test_tool_history_reaches_the_template_as_objects() -> None:
     assert ChatTemplate(source, {}).render(messages) == "Oslo|rain"
 
 
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": []}])
+@pytest.mark.parametrize("role", ["tool", "function"])
+def test_g04_a_tool_may_give_nothing_back(role: str, content: Any) -> None:
+    source = "{% for m in messages %}{{ m.tool_calls }}{{ m.role }}={{ m.content }};{% endfor %}"
+    messages = [USER, {"role": role, "name": "f", "tool_call_id": "c", **content}]
+    assert ChatTemplate(source, {}).render(messages) == "user=hi;tool=;"
+
+
 AS_DEEPSEEKS = (
     "{%- for m in messages -%}"
     "{%- if m['role'] == 'assistant' and m['content'] is none -%}"

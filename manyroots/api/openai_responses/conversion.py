@@ -1,24 +1,23 @@
 """A request for a response becomes a request for a chat, which the same code carries out.
 
-Takes `ResponsesRequest`; gives `ChatRequest`. Raises RequestError naming the item. A chat has no
-namespaces: a function in one is called `namespace__function` there, and by its own name outside.
+Takes `ResponsesRequest`; gives `ChatRequest`. Raises RequestError naming the item.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from manyroots.api.body import as_format
 from manyroots.api.notices import Notices
 from manyroots.api.openai_responses.shapes import REMEDIES, SAME_IN_CHATS, ResponsesRequest
+from manyroots.api.openai_responses.tools import arguments_of, chat_choice, chat_tools, in_chat
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """What is given beside the answer. There is no encrypted reasoning: it comes as it is."""
-_SEPARATOR = "__"
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -32,8 +31,8 @@ def chat_request(request: ResponsesRequest, notices: Notices) -> ChatRequest:
         logprobs=True if wants_logprobs else None,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
-        tools=[_chat_tool(tool, space) for tool, space in _flat(request.tools or ())] or None,
-        tool_choice=_tool_choice(request.tool_choice, request.tools or ()),
+        tools=chat_tools(request.tools or ()) or None,
+        tool_choice=chat_choice(request.tool_choice, request.tools or ()),
         **{name: getattr(request, name) for name in SAME_IN_CHATS},
     )
 
@@ -59,69 +58,6 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     return as_format(wanted, "text.format")
 
 
-def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """By a function's name in the chat: its namespace, and its name there."""
-    return {
-        _in_chat(tool["name"], space): (space, tool["name"])
-        for tool, space in _flat(request.tools or ())
-        if space is not None and isinstance(tool, Mapping) and isinstance(tool.get("name"), str)
-    }
-
-
-def _flat(tools: Iterable[Any]) -> Iterator[tuple[Any, str | None]]:
-    """Tools, and those inside of namespaces, each with its namespace."""
-    for tool in tools:
-        inner = tool.get("tools") if isinstance(tool, Mapping) else None
-        if isinstance(inner, list) and tool.get("type") == "namespace":
-            for held in inner:
-                yield held, str(tool.get("name"))
-        else:
-            yield tool, None
-
-
-def _in_chat(name: str, namespace: str | None) -> str:
-    return name if namespace is None else f"{namespace}{_SEPARATOR}{name}"
-
-
-def _chat_tool(tool: Any, namespace: str | None) -> Any:
-    """A function's fields lie beside its type here, and one level deeper in a chat. Tools of other
-    types go on as they are."""
-    if not isinstance(tool, Mapping) or tool.get("type") != "function":
-        return tool
-    names = ("name", "description", "parameters", "strict")
-    function = {name: tool[name] for name in names if tool.get(name) is not None}
-    if isinstance(function.get("name"), str):
-        function["name"] = _in_chat(function["name"], namespace)
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: Any, tools: Iterable[Any]) -> Any:
-    if not isinstance(choice, Mapping):
-        return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": _chosen(choice, tools)}}
-    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        listed = [
-            {**tool, "name": _chosen(tool, tools)} if isinstance(tool, Mapping) else tool
-            for tool in choice["tools"]
-        ]
-        return {**choice, "tools": listed}
-    return choice
-
-
-def _chosen(choice: Mapping[str, Any], tools: Iterable[Any]) -> Any:
-    """What a chat calls the function that a choice names, with its namespace or without."""
-    name, wanted = choice.get("name"), choice.get("namespace")
-    spaces = [
-        space
-        for tool, space in _flat(tools)
-        if isinstance(tool, Mapping) and tool.get("name") == name and wanted in (None, space)
-    ]
-    if not spaces or None in spaces or not isinstance(name, str):
-        return name
-    return _in_chat(name, spaces[0])
-
-
 def _messages(request: ResponsesRequest) -> list[Any]:
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
@@ -143,14 +79,15 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
         case "message":
             content = _content(item.get("content"), f"{where}.content")
             _answer_or_new(messages, {"role": item.get("role"), "content": content})
-        case "function_call":
-            name = item.get("name")
-            if isinstance(name, str) and isinstance(item.get("namespace"), str):
-                name = _in_chat(name, item["namespace"])
-            function = {"name": name, "arguments": item.get("arguments")}
+        case "function_call" | "custom_tool_call":
+            given = item.get("arguments")
+            if kind == "custom_tool_call":
+                given = arguments_of(item.get("input"))
+            name = in_chat(item.get("name"), item.get("namespace"))
+            function = {"name": name, "arguments": given}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _answer_or_new(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             messages.append(
                 {
                     "role": "tool",
@@ -171,8 +108,8 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             )
         case _:
             raise RequestError(
-                f"{where}.type is {kind!r:.60}; this server takes message, function_call, "
-                "function_call_output and reasoning.",
+                f"{where}.type is {kind!r:.60}; this server takes message, reasoning, calls of "
+                "functions and custom tools, and their outputs.",
                 field=where,
             )
 

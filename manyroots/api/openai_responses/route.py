@@ -21,7 +21,7 @@ from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.logprobs import chat_logprobs
 from manyroots.api.offered_tools import tool_use
-from manyroots.api.openai_responses.conversion import chat_request, namespaces
+from manyroots.api.openai_responses.conversion import chat_request
 from manyroots.api.openai_responses.shapes import (
     NAMES,
     IncompleteDetails,
@@ -33,6 +33,7 @@ from manyroots.api.openai_responses.shapes import (
     ResponseUsage,
     TextOptions,
 )
+from manyroots.api.openai_responses.tools import callers_tools
 from manyroots.api.openai_responses.writer import Event, ItemWriter
 from manyroots.api.preprocess import Job, chat_job, encode_chat
 from manyroots.api.requests import ChatRequest
@@ -83,7 +84,7 @@ class _Making:
     def __init__(self, job: Job, request: ResponsesRequest, chat: ChatRequest) -> None:
         self._job = job
         self._chat = chat
-        self._items = ItemWriter(namespaces(request))
+        self._items = ItemWriter(callers_tools(request.tools or ()))
         self._count = UsageCount(job.submits, job.n)
         self._num_reasoning_tokens = 0
         self._num_events = 0

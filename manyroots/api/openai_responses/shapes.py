@@ -137,7 +137,17 @@ class OutputCall(msgspec.Struct, kw_only=True):
     status: str = "completed"
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(msgspec.Struct, kw_only=True):
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    type: str = "custom_tool_call"
+    status: str = "completed"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
 
 
 class ResponseFailure(msgspec.Struct):

@@ -14,12 +14,14 @@ import msgspec
 
 from manyroots.api.openai_responses.shapes import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
     OutputText,
     ReasoningText,
 )
+from manyroots.api.openai_responses.tools import CallersTool, input_of
 from manyroots.text.chat_output import (
     ChatEvent,
     ContentDelta,
@@ -35,9 +37,11 @@ Event = tuple[str, dict[str, Any]]
 class ItemWriter:
     """One answer, from its first event to its last."""
 
-    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
-        """`namespaces`: of functions that the chat knows by longer names than their caller."""
-        self._namespaces = namespaces
+    def __init__(self, tools: Mapping[str, CallersTool]) -> None:
+        """`tools`: by their names in the chat."""
+        self._tools = tools
+        self._arguments = ""
+        """Of the custom tool's call that is open."""
         self.items: list[OutputItem] = []
         self._is_open = False
 
@@ -55,17 +59,30 @@ class ItemWriter:
                 kind, fields = self._delta("response.output_text.delta", said.text)
                 return [*events, (kind, fields | {"logprobs": logprobs})]
             case ToolCallBegins():
-                call = OutputCall(id=_new_id("fc"), call_id=said.id, name=said.name)
-                if said.name in self._namespaces:
-                    call.namespace, call.name = self._namespaces[said.name]
-                return [*self.close(), self._open(call)]
+                return [*self.close(), self._open(self._call(said))]
             case ToolCallArguments():
                 call_item = self.items[-1]
+                if isinstance(call_item, OutputCustomCall):
+                    self._arguments += said.text  # its input is known when they are whole
+                    return []
                 assert isinstance(call_item, OutputCall)
                 call_item.arguments += said.text
                 kind = "response.function_call_arguments.delta"
                 fields = {"item_id": call_item.id, "output_index": self._place, "delta": said.text}
                 return [(kind, fields)]
+
+    def _call(self, begun: ToolCallBegins) -> OutputCall | OutputCustomCall:
+        tool = self._tools.get(begun.name)
+        call: OutputCall | OutputCustomCall
+        if tool is not None and tool.is_custom:
+            self._arguments = ""
+            call = OutputCustomCall(id=_new_id("ctc"), call_id=begun.id, name=tool.name)
+        else:
+            name = begun.name if tool is None else tool.name
+            call = OutputCall(id=_new_id("fc"), call_id=begun.id, name=name)
+        if tool is not None and tool.namespace is not None:
+            call.namespace = tool.namespace
+        return call
 
     def close(self, status: str = "completed") -> list[Event]:
         """End the item that is open, if one is."""
@@ -87,7 +104,12 @@ class ItemWriter:
             case OutputCall():
                 done = {"name": item.name, "arguments": item.arguments}
                 events.append(("response.function_call_arguments.done", where | done))
-        if not isinstance(item, OutputCall):
+            case OutputCustomCall():
+                item.input = input_of(self._arguments)
+                kind = "response.custom_tool_call_input"
+                events.append((f"{kind}.delta", where | {"delta": item.input}))
+                events.append((f"{kind}.done", where | {"input": item.input}))
+        if isinstance(item, OutputMessage | OutputReasoning):
             fields = where | {"content_index": 0, "part": _copy(item.content[0])}
             events.append(("response.content_part.done", fields))
         place = {"output_index": self._place, "item": _copy(item)}
@@ -105,7 +127,7 @@ class ItemWriter:
         events = [*self.close(), self._open(kind(id=_new_id(prefix)))]
         part = OutputText() if kind is OutputMessage else ReasoningText()
         item = self.items[-1]
-        assert not isinstance(item, OutputCall)
+        assert isinstance(item, OutputMessage | OutputReasoning)
         fields = {"item_id": item.id, "output_index": self._place, "content_index": 0}
         events.append(("response.content_part.added", fields | {"part": _copy(part)}))
         item.content.append(part)  # type: ignore[arg-type]  # the part of its kind

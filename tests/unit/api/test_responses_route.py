@@ -202,3 +202,88 @@ async def test_g05_every_token_of_a_responses_text_has_its_logprob(stream: bool)
     else:
         entries = response.json()["output"][0]["content"][0]["logprobs"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == "né!"
+
+
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+}
+PATCH_TEXT = '*** Begin Patch\n+"x"\n'
+PATCH_CALL = {"name": "apply_patch", "arguments": {"input": PATCH_TEXT}}
+PATCHES = f"<tool_call>\n{json.dumps(PATCH_CALL)}\n</tool_call>"
+SPACED = {"type": "namespace", "name": "files", "tools": [PATCH]}
+
+
+async def test_g05_a_custom_tool_is_called_with_a_text() -> None:
+    """As Codex offers apply_patch: the model knows it as a function of one string."""
+    harness = saying(PATCHES)
+    async with client(harness).responses.stream(
+        model="tiny",
+        input="hi",
+        tools=[PATCH],  # type: ignore[list-item]
+    ) as stream:
+        events = [event async for event in stream]
+        whole = await stream.get_final_response()
+    [call] = whole.output
+    assert call.type == "custom_tool_call"
+    assert (call.name, call.input) == ("apply_patch", PATCH_TEXT)
+    assert whole.tools[0].type == "custom"
+    kinds = [event.type for event in events]
+    assert kinds[3:5] == [
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+    ]
+    assert events[3].delta == events[4].input == PATCH_TEXT  # type: ignore[union-attr]
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert '{"type": "function", "function": {"name": "apply_patch"' in prompt
+    assert '"required": ["input"]' in prompt
+    assert "*** Begin Patch" in prompt  # the rule of its input
+
+
+@pytest.mark.parametrize("output", ["Done", [{"type": "input_text", "text": "Done"}]])
+@pytest.mark.parametrize("more", [{"status": "completed"}, {"namespace": "files"}])
+async def test_g05_calls_of_custom_tools_come_back_as_input(output: Any, more: Any) -> None:
+    """Also where the tool is not offered any more."""
+    harness = saying("yes")
+    call = {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": PATCH_TEXT}
+    result = {"type": "custom_tool_call_output", "call_id": "c", "output": output}
+    given = [{"role": "user", "content": "hi"}, call | more, result]
+    response = await harness.post("/v1/responses", {"model": "tiny", "input": given})
+    assert response.status_code == 200, response.text
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    shown = PATCHES.replace("apply", "files__apply") if "namespace" in more else PATCHES
+    assert f"<|begin|>assistant\n{shown}" in prompt
+    assert "<|begin|>tool\nDone<|end|>" in prompt
+
+
+@pytest.mark.parametrize("tools", [[PATCH], [TOOL, SPACED]])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "name": "apply_patch"},
+        {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "custom", "name": "apply_patch"}],
+        },
+    ],
+)
+async def test_g02_a_custom_tool_can_be_demanded(tools: list[Any], choice: Any) -> None:
+    text = PATCHES.replace("apply_patch", "files__apply_patch") if SPACED in tools else PATCHES
+    body = {"model": "tiny", "input": "hi", "tools": tools, "tool_choice": choice}
+    response = await saying(text).post("/v1/responses", body)
+    assert response.status_code == 200, response.text
+    [call] = response.json()["output"]
+    assert (call["type"], call["name"], call["input"]) == (
+        "custom_tool_call", "apply_patch", PATCH_TEXT,
+    )  # fmt: skip
+    assert call.get("namespace") == ("files" if SPACED in tools else None)
+
+
+async def test_g02_what_a_model_writes_for_a_text_is_shown_as_it_is() -> None:
+    text = PATCHES.replace('"input"', '"patch"')
+    body = {"model": "tiny", "input": "hi", "tools": [PATCH]}
+    [call] = (await saying(text).post("/v1/responses", body)).json()["output"]
+    assert call["input"] == json.dumps({"patch": PATCH_TEXT})

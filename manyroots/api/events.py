@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from manyroots.api.concurrency import Permits
 from manyroots.api.connections import WRITER, ChunkWriter
@@ -27,6 +27,10 @@ encode = msgspec.json.Encoder().encode
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE_S = 10.0
+"""A stream is never silent for twice as long. Clients and proxies give up silent ones: proxies
+often after 60 s, Node.js after 300 s without headers."""
+_COMMENT = b": waiting\n\n"
 
 
 def event(value: msgspec.Struct) -> bytes:
@@ -59,7 +63,9 @@ class EventStream(Response):
     """Server-sent events. Releases the request's permits when it ends, however it ends.
 
     The status goes out with the first event: a request that is refused before (its adapter can't
-    be read, or was unloaded on the way) gets its 4xx like one that is not streamed.
+    be read, or was unloaded on the way) gets its 4xx like one that is not streamed. A request that
+    waits longer than KEEP_ALIVE_S gets the status 200, and comments until its first event comes.
+    An error is then an event of the stream.
     """
 
     media_type = "text/event-stream"
@@ -81,36 +87,74 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._permits:
-            writer: ChunkWriter | None = scope.get(WRITER)
-            failure = await _unless_disconnected(receive, self._send_events(send, writer))
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            outlet = _Outlet(send, start, scope.get(WRITER))
+            failure = await _unless_disconnected(
+                receive, self._send_events(outlet), outlet.keep_alive
+            )
             if failure is not None:
                 await error_response(failure, scope["path"])(scope, receive, send)
 
-    async def _send_events(self, send: Send, writer: ChunkWriter | None) -> Exception | None:
-        """Why there is no stream, if it failed before its first event. The first event goes the
-        usual way; later ones by the `writer`, where the connection has one."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        has_begun = False
+    async def _send_events(self, outlet: _Outlet) -> Exception | None:
+        """Why there is no stream, if it failed before anything was sent."""
         async with aclosing(self._events) as events:
             try:
                 async for data in events:
-                    if has_begun and writer is not None and data:
-                        await writer.write(data)
-                        continue
-                    if not has_begun:
-                        has_begun = True
-                        await send(start)
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await outlet.write(data)
             except Exception as error:
                 if not isinstance(error, ManyrootsError):
                     logger.exception("a stream failed")
-                if not has_begun:
+                if await outlet.withdraw():
                     return error
                 # The status is long sent: the stream itself must say it.
-                last = self._last_words(error)
-                await send({"type": "http.response.body", "body": last, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await outlet.write(self._last_words(error))
+        await outlet.end()
         return None
+
+
+class _Outlet:
+    """Where a stream's events go: the first the usual way, later ones by the `writer`, where
+    the connection has one. Two tasks send: `keep_alive` belongs to the one that waits."""
+
+    def __init__(self, send: Send, start: Message, writer: ChunkWriter | None) -> None:
+        self._send, self._start, self._writer = send, start, writer
+        self._has_begun = self._has_ended = False
+        self._is_quiet = True
+        """Nothing was sent since the last `keep_alive`."""
+        self._lock = asyncio.Lock()
+        """Held while the response begins or ends, and for comments."""
+
+    async def write(self, data: bytes) -> None:
+        self._is_quiet = False
+        if self._has_begun and self._writer is not None and data:
+            await self._writer.write(data)
+            return
+        async with self._lock:
+            await self._send_piece(data)
+
+    async def keep_alive(self) -> None:
+        """Send a comment if nothing else was sent for a while."""
+        async with self._lock:
+            if self._is_quiet and not self._has_ended:
+                await self._send_piece(_COMMENT)
+        self._is_quiet = True
+
+    async def withdraw(self) -> bool:
+        """Send nothing at all, if nothing was sent yet; whether that is so."""
+        async with self._lock:
+            self._has_ended = not self._has_begun
+            return self._has_ended
+
+    async def end(self) -> None:
+        async with self._lock:
+            self._has_ended = True
+            await self._send_piece(b"", is_last=True)
+
+    async def _send_piece(self, data: bytes, *, is_last: bool = False) -> None:
+        if not self._has_begun:
+            await self._send(self._start)
+            self._has_begun = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
@@ -125,13 +169,25 @@ def json_response(value: msgspec.Struct) -> Response:
     return Response(encode(value), media_type="application/json")
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if the client went away first."""
+async def _unless_disconnected(
+    receive: Receive,
+    work: Coroutine[Any, Any, T],
+    meanwhile: Callable[[], Awaitable[None]] | None = None,
+) -> T | None:
+    """The result of `work`, or None if the client went away first. Calls `meanwhile` every
+    KEEP_ALIVE_S."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
+    timeout_s = None if meanwhile is None else KEEP_ALIVE_S
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        while True:
+            done, _ = await asyncio.wait(
+                {task, watch}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return task.result() if task.done() else None
+            assert meanwhile is not None
+            await meanwhile()
     finally:
         task.cancel()
         watch.cancel()

@@ -8,7 +8,8 @@ tensor is and why it is not served. Knows nothing of shapes.
 
 In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`; in one
 without a head it begins with `layers.0...`; of one that torch compiled for training, `_orig_mod.`
-stands in it somewhere. Tinker has names of its own for attention and head.
+stands in it somewhere. Nemotron-H's own code calls the model `backbone`. Tinker has names of its
+own for attention and head.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ _OTHERS = (
         has_images=True,
     ),
     Spelling((("layers.", "model.layers."), ("embed_tokens", "model.embed_tokens"))),
+    Spelling((("backbone.layers.", "model.layers."),)),
     Spelling((("model.unembed_tokens", "lm_head"),), is_head_linear=True),
 )
 _TINKERS_ATTENTION = re.compile(r"(model\.layers\.\d+)\.attn\.(.+)")

@@ -117,7 +117,8 @@ def _refuse_unknown(
 ) -> None:
     unknown = sorted(set(chosen) - {name.rpartition(".")[2] for name in targets})
     if unknown:
-        file_modules = (factor.module for sides in factors.values() for factor in sides.values())
+        in_file = [factor for sides in factors.values() for factor in sides.values()]
+        file_modules = (name for factor in in_file for name in (factor.module, factor.spelled))
         names = (*targets, *file_modules, *config.target_parameters)
         known = {end for name in names for end in _all_endings(name)}
         unknown = sorted(set(unknown) - known)

@@ -174,3 +174,27 @@ def test_w15_mixtrals_names_of_router_and_experts_in_transformers_4_are_read(
     for name, pair in found.pairs.items():
         assert torch.equal(pair.a, wanted[name].a), name
         assert torch.equal(pair.b, wanted[name].b), name
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["q_proj", "o_proj"],
+        r".*\.(q_proj|o_proj)",
+        r"backbone\.layers\.\d+\.self_attn\.(q_proj|o_proj)",
+        ["backbone.layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj", "o_proj"],
+    ],
+)
+def test_w15_names_of_nemotrons_own_code_are_read(tmp_path: Path, targets: Any) -> None:
+    """W15: it calls the model `backbone`, in the config, too."""
+    wanted = write_adapter(tmp_path, DENSE, Recipe(modules=("q_proj", "o_proj")))
+    renamed(tmp_path, lambda name: name.replace(".model.model.layers.", ".model.backbone.layers."))
+    rewrite_config(tmp_path, target_modules=targets, rank_pattern={"backbone.layers.0.+": 4})
+    found = read(tmp_path)
+    assert found.pairs.keys() == wanted.keys()
+    for name, pair in found.pairs.items():
+        assert torch.equal(pair.a, wanted[name].a), name
+        assert torch.equal(pair.b, wanted[name].b), name
+    rewrite_config(tmp_path, target_modules=["q_proj"])
+    with pytest.raises(AdapterError, match="o_proj, which its config leaves out"):
+        read(tmp_path)

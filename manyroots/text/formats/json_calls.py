@@ -2,7 +2,7 @@
 
 Reads them from a `Reader`, telling the writer the name as soon as it is known and the arguments as
 they come, in the model's own spelling. Where calls have no mark, an object is a call only if it
-names a tool that the request offers and has arguments.
+names a tool that the request offers, and has arguments or says nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OF_CALLS = {*_NAMES, *_ARGUMENTS, "type", "id", "description"}
 """Keys that objects have which are calls."""
+_BESIDE_NAMES = {"type", "id"}
+"""Keys that say nothing of a tool but which call it is."""
 _BETWEEN = tuple(" \n\t\r;,")
 """What stands between calls."""
 _FENCE, _FENCE_END = "```json", "```"
@@ -174,12 +176,13 @@ class _Call:
         self._name: str | None = None
         self._early: list[str] = []
         """Arguments that came before the name."""
-        self._has_arguments = False
+        self._has_arguments = self._has_more = False
         self._is_in_string = self._is_escaped = False
         """Where the arguments are that were told last."""
 
     def read(self) -> Wait:
         yield from self._object()
+        self._tell_name(is_whole=True)
         if self.is_told and not self._has_arguments:
             self._writer.arguments("{}")
 
@@ -215,6 +218,7 @@ class _Call:
         elif key in _ARGUMENTS and not self._has_arguments:
             yield from self._arguments(first)
         else:
+            self._has_more = self._has_more or key not in _BESIDE_NAMES
             yield from copy_value(self._reader, self.text.append)
 
     def _arguments(self, first: str) -> Wait:
@@ -230,9 +234,10 @@ class _Call:
         else:
             yield from copy_value(self._reader, self._copy_arguments, is_closed=True)
 
-    def _tell_name(self) -> None:
-        """Where only objects with arguments are calls, when these have begun."""
-        is_sure = self._offered is None or self._has_arguments
+    def _tell_name(self, *, is_whole: bool = False) -> None:
+        """Where not every object is a call, when its arguments have begun, or at its end."""
+        is_bare = is_whole and not self._has_more
+        is_sure = self._offered is None or self._has_arguments or is_bare
         if self._name is None or self.is_told or not is_sure:
             return
         self.is_told = True

@@ -1,8 +1,8 @@
 """Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}, alone, among other text or
 after <|python_tag|>; several are separated by semicolons.
 
-A format: reads text, tells calls and content. An object that does not name one of the tools, or has
-no arguments, is content.
+A format: reads text, tells calls and content. An object that does not name one of the tools is
+content, and so is one that says something else of it than arguments.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Calls as Mistral's models write them, after [TOOL_CALLS]: a JSON list of calls, or for each its
-name, [ARGS] and the arguments.
+name, [ARGS] and the arguments. A tool's name alone is a call, too.
 
 A format: reads text, tells calls and content.
 """
@@ -10,9 +10,10 @@ import hashlib
 import json
 import secrets
 import string
+from collections.abc import Collection
 from dataclasses import replace
 
-from manyroots.text.chat_output import AnswerWriter
+from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.call_grammars import arguments_rule, json_call, repeated
 from manyroots.text.formats.json_calls import copy_value, read_list
 from manyroots.text.formats.reader import Reader, Wait
@@ -36,17 +37,22 @@ def as_mistral_id(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()[:9]
 
 
-def parse_mistral(reader: Reader, writer: AnswerWriter) -> Wait:
-    while (yield from reader.until(CALLS, to=writer.content)):
-        space = yield from reader.skip_space()
-        if (yield from reader.peek()) in ("[", "{"):
-            has_call, text = yield from read_list(reader, writer)
-            writer.content(text if has_call else CALLS + space + text)
-        else:
-            yield from _named(reader, writer, space)
+def parse_mistral(offered: Collection[str]) -> Parse:
+    """`offered`: names of tools, which need no arguments after them."""
+
+    def parse(reader: Reader, writer: AnswerWriter) -> Wait:
+        while (yield from reader.until(CALLS, to=writer.content)):
+            space = yield from reader.skip_space()
+            if (yield from reader.peek()) in ("[", "{"):
+                has_call, text = yield from read_list(reader, writer)
+                writer.content(text if has_call else CALLS + space + text)
+            else:
+                yield from _named(reader, writer, offered, space)
+
+    return parse
 
 
-def _named(reader: Reader, writer: AnswerWriter, space: str) -> Wait:
+def _named(reader: Reader, writer: AnswerWriter, offered: Collection[str], space: str) -> Wait:
     """A name, and its arguments as they come."""
     name = ""
     while (character := (yield from reader.peek())) not in ("", "{", "["):
@@ -58,11 +64,15 @@ def _named(reader: Reader, writer: AnswerWriter, space: str) -> Wait:
     else:
         yield from reader.begins(ARGUMENTS)
     yield from reader.skip_space()
-    if (yield from reader.peek()) != "{" or not name.strip():
+    has_arguments = (yield from reader.peek()) == "{"
+    if not name.strip() or not (has_arguments or name.strip() in offered):
         writer.content(CALLS + space + name)
         return
     writer.call(name.strip(), call_id)
-    yield from copy_value(reader, writer.arguments)
+    if has_arguments:
+        yield from copy_value(reader, writer.arguments)
+    else:
+        writer.arguments("{}")
 
 
 def mistral_grammar(use: ToolUse, mark: Mark) -> str:
@@ -83,7 +93,7 @@ def mistral_named_grammar(use: ToolUse, mark: Mark) -> str:
 
 MISTRAL = ToolFormat(
     "mistral",
-    lambda use: parse_mistral,
+    lambda use: parse_mistral(use.names),
     mistral_grammar,
     told_by=((CALLS,),),
     begins=(CALLS,),

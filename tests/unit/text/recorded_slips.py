@@ -110,7 +110,49 @@ OBJECTS = [
         '{"name": "Alice", "parameters": {"age": 30}}',
         parser="llama3_json",
     ),
-    Recorded("llama 3: a name alone", '{"name": "now"}', '{"name": "now"}', parser="llama3_json"),
+    Recorded(
+        "llama 3: a name alone", '{"name": "now"}', None, [("now", "{}")], parser="llama3_json"
+    ),
+    Recorded(
+        "llama 3: names alone, then arguments",
+        '{"type": "function", "name": "now"}; {"function": {"name": "now"}, "id": "c"}; '
+        '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+        None,
+        [("now", "{}"), ("now", "{}"), WEATHER],
+        parser="llama3_json",
+    ),
+    Recorded(
+        "llama 3: a tool described",
+        '[{"name": "now", "description": "the time"}]',
+        '[{"name": "now", "description": "the time"}]',
+        parser="llama3_json",
+    ),
+    Recorded(
+        "llama 3: the name of no tool",
+        '{"name": "later"}',
+        '{"name": "later"}',
+        parser="llama3_json",
+    ),
+    Recorded(
+        "mistral's list of a name alone",
+        '[TOOL_CALLS][{"name": "now"}]',
+        None,
+        [("now", "{}")],
+        parser="mistral",
+    ),
+    Recorded(
+        "mistral's names alone",
+        "[TOOL_CALLS]now[TOOL_CALLS]now[ARGS][TOOL_CALLS] now\n",
+        None,
+        [("now", "{}")] * 3,
+        parser="mistral",
+    ),
+    Recorded(
+        "mistral: the name of no tool",
+        "[TOOL_CALLS]now or later",
+        "[TOOL_CALLS]now or later",
+        parser="mistral",
+    ),
     Recorded(
         "llama 3: an answer with objects in it",
         '{"calls": [{"name": "now", "parameters": {}}], "x": 1}',

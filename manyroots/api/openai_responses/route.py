@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,6 +29,7 @@ from manyroots.api.openai_responses.shapes import (
     InputTokenCount,
     InputTokensDetails,
     OutputTokensDetails,
+    ResponseFailure,
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
@@ -52,7 +54,7 @@ async def responses(request: Request) -> Response:
         job = await chat_job(server, chat, request.headers)
     making = _Making(job, body, chat)
     if body.stream:
-        return EventStream(making.stream(), job.permits, last_words=_failure)
+        return EventStream(making.stream(), job.permits, last_words=making.failure)
     with job.permits:
         return await answer(request, making.whole())
 
@@ -68,14 +70,6 @@ async def count_input_tokens(request: Request) -> Response:
         use = tool_use(chat, server.notices)
         _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
     return json_response(InputTokenCount(len(tokens)))
-
-
-def _failure(error: Exception) -> bytes:
-    """The last event of a stream that can't go on."""
-    _, body = error_body(error)
-    detail = body.error
-    fields = {"code": detail.code, "message": detail.message, "param": detail.param}
-    return named_event("error", {"type": "error", "sequence_number": 0} | fields)
 
 
 class _Making:
@@ -126,20 +120,20 @@ class _Making:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         # With the first output and not before: until then the status can still say what went wrong.
-        begun: list[Event] = [
-            ("response.created", {"response": self._response}),
-            ("response.in_progress", {"response": self._response}),
-        ]
         async with aclosing(answer_deltas(self._job)) as batches:
             async for batch in batches:
-                events = [event for delta in batch for event in self._take(delta)]
-                data = self._told(begun + events)
+                data = self._told([event for delta in batch for event in self._take(delta)])
                 if data:
                     yield data
-                begun = []
-        events = self._end()
-        ended = f"response.{self._response.status}", {"response": self._response}
-        yield self._told([*begun, *events, ended])
+        yield self._told([*self._end(), self._ended()])
+
+    def failure(self, error: Exception) -> bytes:
+        """The last events of a stream that can't go on. Codex reads only the second."""
+        detail = error_body(error)[1].error
+        self._response.status = "failed"
+        self._response.error = ResponseFailure("server_error", detail.message)
+        fields = {"code": detail.code, "message": detail.message, "param": detail.param}
+        return self._told([("error", fields), self._ended()])
 
     def _take(self, added: AnswerDelta) -> list[Event]:
         self._count.add(added.index, added.delta)
@@ -178,7 +172,15 @@ class _Making:
         self._response.usage = _usage(self._count.usage(), self._num_reasoning_tokens)
         return events
 
+    def _ended(self) -> Event:
+        return f"response.{self._response.status}", {"response": self._response}
+
     def _told(self, events: list[Event]) -> bytes:
+        """Events with their numbers; the first of all say that the response has begun."""
+        if self._num_events == 0:
+            response = msgspec.structs.replace(self._response, status="in_progress", error=None)
+            begun = ("response.created", "response.in_progress")
+            events = [*((kind, {"response": response}) for kind in begun), *events]
         data = b""
         for kind, fields in events:
             number = {"type": kind, "sequence_number": self._num_events}

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from manyroots.messages import FinishReason, Output
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of
 
@@ -98,6 +99,28 @@ async def test_g05_events_are_numbered_and_named() -> None:
     assert [name.removeprefix("event: ") for name, _ in events] == [d["type"] for d in datas]
     assert [data["sequence_number"] for data in datas] == list(range(len(datas)))
     assert "".join(data.get("delta", "") for data in datas) == "yes"
+
+
+async def test_g05_a_stream_that_fails_ends_with_the_response() -> None:
+    """Codex ignores the event `error`: without the other it would not show why."""
+    engine = FakeEngine(
+        lambda submit: [
+            Output(submit.request_id, [97], None, 0),
+            Output(submit.request_id, [], FinishReason.ERROR, 0, error="NaN logits"),
+        ]
+    )
+    stream = await client(Harness(engine)).responses.create(model="tiny", input="hi", stream=True)
+    events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    told, failed = events[-2:]
+    assert told.type == "error"
+    assert failed.type == "response.failed"
+    assert failed.response.status == "failed"
+    assert failed.response.error is not None
+    assert failed.response.error.code == "server_error"
+    assert "NaN logits" in failed.response.error.message
+    assert "NaN logits" in told.message
 
 
 async def test_g05_a_conversation_with_a_tool_comes_back_as_input() -> None:

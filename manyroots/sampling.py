@@ -66,7 +66,7 @@ class SamplingParams:
     """Over prompt and output; above 1 discourages what has been said."""
     seed: int | None = None
     """The same seed, prompt and parameters give the same tokens, whatever others ask for beside
-    it; docs/sampling.md says what that does not cover."""
+    it; docs/sampling.md says what that does not cover. -1 is None."""
     max_tokens: int | None = 16
     """None runs to the model's length limit."""
     min_tokens: int = 0
@@ -106,7 +106,9 @@ class SamplingParams:
         low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
         penalty = _float("repetition_penalty", self.repetition_penalty, low, high)
         self._set("repetition_penalty", penalty)
-        if self.seed is not None:
+        if self.seed == -1:
+            self._set("seed", None)
+        elif self.seed is not None:
             self._set("seed", _int("seed", self.seed, -(2**63), 2**63 - 1))
         if self.max_tokens is not None:
             self._set("max_tokens", _int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT))

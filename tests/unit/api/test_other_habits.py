@@ -31,6 +31,14 @@ async def test_g04_whole_numbers_are_integers_however_they_are_written(fields: A
     assert (await Harness().chat(**fields)).status_code == 200
 
 
+@pytest.mark.parametrize(("seed", "kept"), [(-1, None), (-1.0, None), (-2, -2), (0, 0)])
+async def test_g04_a_seed_of_minus_one_is_none(seed: Any, kept: int | None) -> None:
+    """As in vLLM and llama.cpp; clients send it where a seed is left open."""
+    harness = Harness()
+    assert (await harness.chat(seed=seed)).status_code == 200
+    assert harness.engine.submitted[0].sampling.seed == kept
+
+
 @pytest.mark.parametrize("value", [4.5, 1e30, "4", True])
 async def test_g04_other_numbers_are_none(value: Any) -> None:
     response = await Harness().complete(max_tokens=value)

@@ -16,6 +16,7 @@ from manyroots.api.anthropic.shapes import (
     MessagesRequest,
     PromptFields,
 )
+from manyroots.api.anthropic.tools import TOOL_CHANGES, chat_choice, chat_tools
 from manyroots.api.body import as_format
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
@@ -24,7 +25,6 @@ from manyroots.text.chat import SWITCHES
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
 """Claude Code puts this line at the start of its prompt, for Anthropic's billing. It changes with
 each request, so no request would find a cached prefix."""
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def chat_request(request: PromptFields, template_options: Collection[str]) -> ChatRequest:
@@ -32,11 +32,11 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
     for name in UNSUPPORTED:
         if getattr(request, name, None):
             raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
-    choice, parallel = _tool_choice(request.tool_choice)
+    choice, parallel = chat_choice(request.tool_choice)
     chat = ChatRequest(
         model=request.model,
         messages=_messages(request),
-        tools=[_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        tools=chat_tools(request) or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         response_format=_response_format(request),
@@ -56,7 +56,7 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
 
 def _is_begun(messages: list[Any]) -> bool:
     """Whether the last message is the beginning of the answer, which goes on from there."""
-    last = messages[-1]
+    last = messages[-1] if messages else {"role": None}
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
@@ -85,37 +85,6 @@ def _response_format(request: PromptFields) -> ResponseFormat | None:
     described = {"name": "answer", "schema": chosen.get("schema")}
     wanted = {"type": "json_schema", "json_schema": described}
     return as_format(wanted, "output_format")
-
-
-def _tool(tool: Any, place: int) -> Any:
-    where = f"tools[{place}]"
-    if not isinstance(tool, Mapping):
-        raise RequestError(
-            f"{where} is not an object; give a name and an input_schema.", field=where
-        )
-    if tool.get("type") not in (None, "custom"):
-        return tool  # one that a server runs: left out where functions are known
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    for name in ("description", "strict"):
-        if tool.get(name) is not None:
-            function[name] = tool[name]
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
-    """The choice as a chat's, and whether several calls are welcome."""
-    if choice is None:
-        return None, None
-    kind = choice.get("type")
-    parallel = False if choice.get("disable_parallel_tool_use") else None
-    if kind == "tool":
-        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
-    if kind not in _CHOICES:
-        raise RequestError(
-            f"tool_choice.type is {kind!r:.60}; choose auto, any, none or tool.",
-            field="tool_choice.type",
-        )
-    return _CHOICES[kind], parallel
 
 
 def _messages(request: PromptFields) -> list[Any]:
@@ -180,11 +149,13 @@ def _result(content: Any, where: str) -> str:
 
 
 def _block_text(kind: str, block: Mapping[str, Any], where: str) -> str:
-    """The text of a block: a text, a document or a search result."""
+    """The text of a block: a text, a document, a search result or the name of a tool."""
     texts: list[Any] = [None]
     match kind:
         case "text":
             texts = [block.get("text")]
+        case "tool_reference":  # what a search for tools found
+            texts = [f"Tool available: {name}" for name in _told(block, "tool_name")] or [None]
         case "search_result":
             texts = [*_told(block, "title", "source"), _text(block.get("content"), where)]
         case "document":
@@ -211,7 +182,8 @@ def _asked(role: str, content: Any, where: str) -> list[dict[str, Any]]:
     """What a user says: results of tools first, each a message of its own, then the words."""
     messages: list[dict[str, Any]] = []
     words: list[Any] = []
-    for kind, block, place in _blocks(content, where):
+    blocks = _blocks(content, where)
+    for kind, block, place in blocks:
         if kind == "tool_result":
             result = block.get("content")
             messages.append(
@@ -223,9 +195,9 @@ def _asked(role: str, content: Any, where: str) -> list[dict[str, Any]]:
             )
         elif kind in ("text", "document", "search_result"):
             words.append(_block_text(kind, block, place))
-        else:
+        elif kind not in TOOL_CHANGES:
             raise _unknown(kind, place, "text and tool_result")
-    if words or not messages:
+    if words or not blocks:
         messages.append({"role": role, "content": "\n".join(words)})
     return messages
 

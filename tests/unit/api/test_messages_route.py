@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -351,3 +352,79 @@ async def test_g05_blocks_have_the_fields_that_the_published_schema_requires() -
     words, call = (await saying(f"look: {CALL}").post("/v1/messages", body)).json()["content"]
     assert words == {"type": "text", "text": "look:", "citations": []}
     assert call["caller"] == {"type": "direct"}
+
+
+FOUND = {"type": "tool_reference", "tool_name": "weather"}
+LOOK: dict[str, Any] = {"name": "look", "input_schema": {"type": "object"}, "defer_loading": True}
+
+
+def changed(kind: str, name: str, **definition: Any) -> dict[str, Any]:
+    tool: dict[str, Any] = {"type": "tool_reference", "name": name}
+    if definition:
+        tool = {"type": "tool_definition", "definition": {"name": name, **definition}}
+    return {"type": kind, "tool": tool}
+
+
+async def test_g02_tools_that_a_search_found_are_named_and_offered() -> None:
+    """Claude Code searches for tools itself (ENABLE_TOOL_SEARCH); later ones are deferred."""
+    harness = saying("yes")
+    use = {"type": "tool_use", "id": "c", "name": "ToolSearch", "input": {"query": "rain"}}
+    found = {"type": "tool_result", "tool_use_id": "c", "content": [FOUND]}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [found]},
+    ]
+    await create(harness, messages=messages, tools=[TOOL, LOOK])
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert "<|begin|>tool\nTool available: weather<|end|>" in prompt
+    assert '"name": "look"' in prompt
+
+
+@pytest.mark.parametrize(
+    ("changes", "offered"),
+    [
+        ([changed("tool_addition", "look")], ["weather", "look"]),
+        ([changed("tool_removal", "weather")], ["look"]),
+        ([changed("tool_removal", "look"), changed("tool_addition", "look")], ["weather", "look"]),
+        ([changed("tool_addition", "new", input_schema={})], ["weather", "look", "new"]),
+        ([changed("tool_addition", "weather", description="v2")], ["look", "weather"]),
+        ([changed("tool_removal", "other")], ["weather", "look"]),
+    ],
+)
+async def test_g02_a_conversation_changes_its_tools(changes: list[Any], offered: list[str]) -> None:
+    """The prompt has one list: the one at the end of the conversation."""
+    harness = saying("yes")
+    messages: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"role": "system", "content": changes},
+        {"role": "user", "content": [*changes, {"type": "text", "text": "and?"}]},
+    ]
+    await create(harness, messages=messages, tools=[TOOL, LOOK])
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert re.findall(r'"function": {"name": "(\w+)"', prompt) == offered
+    assert "<|begin|>user\nhi<|end|>\n<|begin|>user\nand?<|end|>" in prompt  # and nothing between
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"type": "tool_addition"},
+        {"type": "tool_removal", "tool": {"type": "mcp_tool_reference", "name": "x"}},
+        {"type": "tool_removal", "tool": {"type": "tool_definition", "definition": LOOK}},
+        {"type": "tool_addition", "tool": {"type": "tool_definition"}},
+    ],
+)
+async def test_g02_other_changes_of_tools_are_refused_by_place(change: Any) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": [change]}]}
+    response = await Harness().post("/v1/messages", body)
+    assert response.status_code == 400
+    assert "messages[0].content[0].tool" in response.json()["error"]["message"]
+
+
+async def test_g02_a_conversation_of_changes_alone_is_empty() -> None:
+    content = [changed("tool_addition", "look")]
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": content}]}
+    response = await Harness().post("/v1/messages", body)
+    assert response.status_code == 400
+    assert "messages is empty" in response.json()["error"]["message"]

@@ -22,6 +22,8 @@ _UNSERVED = frozenset({"audio", "documents", "function_call", "images", "partial
 answers back whole, as history, with what other servers and they themselves put there."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """The last two are the Responses API's words, which agents keep in their histories."""
+_THOUGHT_PARTS = ("thinking", "redacted_thinking")
+"""Of answers: Mistral's API and Anthropic's have reasoning within the content."""
 _INSTEAD = {"function_call": "send tool_calls instead"}
 
 
@@ -60,11 +62,14 @@ def _message(message: Any, where: str, known_roles: Collection[str]) -> dict[str
         checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
     # An answer of calls or thoughts alone has no content, nor has the result of a tool that gives
     # nothing back.
-    is_answer = role == "assistant"
+    content, is_answer = message.get("content"), role == "assistant"
     checked["content"] = _content(
-        message.get("content"), f"{where}.content", optional=is_answer or role == "tool"
+        content,
+        f"{where}.content",
+        optional=is_answer or role == "tool",
+        left_out=_THOUGHT_PARTS if is_answer else (),
     )
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or _thoughts(content)
     if is_answer and isinstance(thoughts, str) and thoughts:
         checked["reasoning_content"] = thoughts  # of which most templates keep the latest
     for name in ("name", "tool_call_id"):
@@ -87,7 +92,8 @@ def _role(role: Any, where: str, known_roles: Collection[str]) -> str:
     )
 
 
-def _content(content: Any, where: str, *, optional: bool) -> str:
+def _content(content: Any, where: str, *, optional: bool, left_out: Collection[str] = ()) -> str:
+    """`left_out`: types of parts."""
     if content is None and optional:
         return ""
     if isinstance(content, str):
@@ -97,13 +103,32 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
             f"{where} is {_brief(content)}; it must be a string or a list of text parts.",
             field=where,
         )
-    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+    return "\n".join(
+        _part(part, f"{where}[{place}]")
+        for place, part in enumerate(content)
+        if _kind(part) not in left_out
+    )
+
+
+def _thoughts(content: Any) -> str:
+    """In the parts of an answer: a text, or a list of texts."""
+    texts: list[Any] = []
+    for part in content if isinstance(content, list) else ():
+        if _kind(part) == "thinking":
+            given = part.get("thinking")
+            parts = given if isinstance(given, list) else [given]
+            texts += [one.get("text") if isinstance(one, Mapping) else one for one in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
 
 
 def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _kind(part)
     if kind == "refusal":  # part of an answer, sent back
         return _string(part.get("refusal"), f"{where}.refusal")
     if kind not in _TEXT_PARTS:

@@ -54,6 +54,28 @@ async def test_g04_thoughts_are_taken_by_either_name() -> None:
     assert [bytes(item.prompt) for item in harness.engine.submitted] == [b"hm", b"hm"]
 
 
+@pytest.mark.parametrize("thinking", ["hm", [{"type": "text", "text": "hm"}]])
+async def test_g04_thoughts_may_be_parts_of_the_content(thinking: Any) -> None:
+    """As Mistral's API has them, and vLLM takes them."""
+    harness = Harness(
+        template="{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+    )
+    parts = [
+        {"type": "thinking", "thinking": thinking},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "yes"},
+    ]
+    for content in (parts, parts[:2]):
+        body = {"model": "tiny", "messages": [USER, {"role": "assistant", "content": content}]}
+        assert (await harness.post("/v1/chat/completions", body)).status_code == 200
+    prompts = [bytes(item.prompt) for item in harness.engine.submitted]
+    assert prompts == [b"|hi;hm|yes;", b"|hi;hm|;"]
+    refused = await harness.post(
+        "/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
+    )
+    assert error_of(refused)["param"] == "messages[0].content[0]"
+
+
 @pytest.mark.parametrize(
     "message",
     [

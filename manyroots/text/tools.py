@@ -108,7 +108,7 @@ def _tool(tool: Any, where: str) -> Tool:
             f"{where} is of type {_brief(kind)}; this server knows tools of type 'function'.",
             field=where,
         )
-    function = tool.get("function")
+    function = tool if _is_flat(tool) else tool.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function is missing; describe the function.", field=where)
     name = function.get("name")
@@ -141,6 +141,11 @@ def _tool(tool: Any, where: str) -> Tool:
     # Most templates print the parameters without asking whether there are any.
     shown["parameters"] = parameters or {"type": "object", "properties": {}}
     return Tool(name, parameters, {"type": "function", "function": shown})
+
+
+def _is_flat(tool: Mapping[str, Any]) -> bool:
+    """As in the Responses API, whose tools Cursor sends to chats, too."""
+    return "function" not in tool and "name" in tool and "input_schema" not in tool
 
 
 def _refuse_twins(tools: Sequence[Tool]) -> None:
@@ -218,7 +223,7 @@ def _chosen_name(choice: Any) -> str | None:
     """The function that a choice names."""
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return None
-    function = choice.get("function")
+    function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 

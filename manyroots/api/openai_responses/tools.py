@@ -44,7 +44,7 @@ def chat_tools(tools: Iterable[Any]) -> list[Any]:
 
 def chat_choice(choice: Any, tools: Iterable[Any]) -> Any:
     """A `tool_choice` in a chat's words."""
-    if not isinstance(choice, Mapping):
+    if not isinstance(choice, Mapping) or _is_of_chats(choice):
         return choice
     if choice.get("type") in _CALLABLE:
         return {"type": "function", "function": {"name": _chosen(choice, tools)}}
@@ -72,7 +72,13 @@ def input_of(arguments: str) -> str:
 
 
 def _is_callable(tool: Any) -> bool:
-    return isinstance(tool, Mapping) and tool.get("type") in _CALLABLE
+    is_tool = isinstance(tool, Mapping) and not _is_of_chats(tool)
+    return is_tool and tool.get("type") in _CALLABLE
+
+
+def _is_of_chats(tool: Mapping[str, Any]) -> bool:
+    """Written as in chats already, as some clients do."""
+    return isinstance(tool.get("function"), Mapping)
 
 
 def _flat(tools: Iterable[Any]) -> Iterator[tuple[Any, str | None]]:

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
-from tests.unit.api.fake_engine import FakeEngine
+from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of
 from tests.unit.api.test_responses_route import saying
 
@@ -29,6 +29,26 @@ USER = {"role": "user", "content": "hi"}
 async def test_g04_whole_numbers_are_integers_however_they_are_written(fields: Any) -> None:
     assert (await Harness().complete(**fields)).status_code == 200
     assert (await Harness().chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("is_flat", [True, False])
+async def test_g04_functions_as_in_chats_and_as_in_responses(path: str, is_flat: bool) -> None:
+    """Cursor sends tools of the Responses API to chats."""
+    source = "{% for tool in tools %}{{ tool['function'] }}{% endfor %}"
+    call = b'<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    harness = Harness(FakeEngine(script(*call)), template=source)
+    look = {"name": "look", "parameters": {"type": "object"}}
+    tool = {"type": "function"} | (look if is_flat else {"function": look})
+    choice = {"type": "function"} | ({"name": "look"} if is_flat else {"function": look})
+    for chosen in ("auto", choice):
+        body: dict[str, Any] = {"model": "tiny", "tools": [tool], "tool_choice": chosen}
+        body |= {"input": "hi"} if path == "/v1/responses" else {"messages": [USER]}
+        response = await harness.post(path, body)
+        assert response.status_code == 200, response.text
+        assert '"name":"look"' in response.text
+    prompt = bytes(harness.engine.submitted[0].prompt)
+    assert prompt == b"{'name': 'look', 'parameters': {'type': 'object'}}"
 
 
 @pytest.mark.parametrize(("seed", "kept"), [(-1, None), (-1.0, None), (-2, -2), (0, 0)])

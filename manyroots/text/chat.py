@@ -188,8 +188,8 @@ class ChatTemplate:
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
-            if name in SWITCHES and value is False and self.format.thinking is None:
-                continue  # what happens anyway
+            if name in SWITCHES and self._is_so_anyway(value):
+                continue
             if name not in self.options:
                 known = ", ".join(sorted(self.options)) or "none"
                 raise RequestError(
@@ -204,6 +204,11 @@ class ChatTemplate:
                     field="chat_template_kwargs",
                 )
         return dict(options)
+
+    def _is_so_anyway(self, thinks: Any) -> bool:
+        """Whether reasoning is on, or off, whatever a request says of it."""
+        marks, has_own = self.format.thinking, self.format.tools.prefix is not None
+        return (thinks is False and marks is None) or (thinks is True and bool(marks or has_own))
 
 
 def _with_spelled_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,21 @@ def test_options_are_those_the_template_reads(template: ChatTemplate) -> None:
     for value in ([1], {"a": 1}, "x" * 2000):
         with pytest.raises(RequestError, match=r"chat_template_kwargs\.enable_thinking"):
             template.render([USER], options={"enable_thinking": value})
+
+
+@pytest.mark.parametrize(
+    ("words", "taken"),
+    [("</think>", {"on"}), ("<|channel|><|message|>", {"on", "off"}), ("plain", {"off"})],
+)
+def test_g04_reasoning_may_be_switched_to_what_it_is_anyway(words: str, taken: set[str]) -> None:
+    """Clients send the switch to every model; a template without it reasons always, or never."""
+    template = ChatTemplate("{{ messages[0].content }}{# " + words + " #}", {})
+    found = set()
+    for name, value in (("on", True), ("off", False)):
+        with contextlib.suppress(RequestError):
+            assert template.render([USER], options={"enable_thinking": value}) == "hi"
+            found.add(name)
+    assert found == taken
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 10.0
 """A stream is never silent for twice as long. Clients and proxies give up silent ones: proxies
 often after 60 s, Node.js after 300 s without headers."""
-_COMMENT = b": waiting\n\n"
+COMMENT = b": waiting\n\n"
 
 
 def event(value: msgspec.Struct) -> bytes:
@@ -64,8 +65,8 @@ class EventStream(Response):
 
     The status goes out with the first event: a request that is refused before (its adapter can't
     be read, or was unloaded on the way) gets its 4xx like one that is not streamed. A request that
-    waits longer than KEEP_ALIVE_S gets the status 200, and comments until its first event comes.
-    An error is then an event of the stream.
+    waits longer than KEEP_ALIVE_S gets the status 200, and signs of life until its first event
+    comes. An error is then an event of the stream.
     """
 
     media_type = "text/event-stream"
@@ -75,13 +76,16 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         permits: Permits,
         last_words: Callable[[Exception], bytes] = _error_event,
+        sign_of_life: Callable[[], bytes] = lambda: COMMENT,
     ) -> None:
-        """`last_words`: what a stream says that fails when its status has long been sent."""
+        """`last_words`: what a stream says that fails when its status has long been sent.
+        `sign_of_life`: what it says while nothing comes."""
         self.status_code = 200
         self.background = None
         self._events = events
         self._permits = permits
         self._last_words = last_words
+        self._sign_of_life = sign_of_life
         # Proxies must pass each event on at once.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -90,7 +94,7 @@ class EventStream(Response):
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             outlet = _Outlet(send, start, scope.get(WRITER))
             failure = await _unless_disconnected(
-                receive, self._send_events(outlet), outlet.keep_alive
+                receive, self._send_events(outlet), partial(outlet.keep_alive, self._sign_of_life)
             )
             if failure is not None:
                 await error_response(failure, scope["path"])(scope, receive, send)
@@ -122,7 +126,7 @@ class _Outlet:
         self._is_quiet = True
         """Nothing was sent since the last `keep_alive`."""
         self._lock = asyncio.Lock()
-        """Held while the response begins or ends, and for comments."""
+        """Held while the response begins or ends, and for signs of life."""
 
     async def write(self, data: bytes) -> None:
         self._is_quiet = False
@@ -132,11 +136,11 @@ class _Outlet:
         async with self._lock:
             await self._send_piece(data)
 
-    async def keep_alive(self) -> None:
-        """Send a comment if nothing else was sent for a while."""
+    async def keep_alive(self, sign_of_life: Callable[[], bytes]) -> None:
+        """Send a sign of life if nothing else was sent for a while."""
         async with self._lock:
             if self._is_quiet and not self._has_ended:
-                await self._send_piece(_COMMENT)
+                await self._send_piece(sign_of_life())
         self._is_quiet = True
 
     async def withdraw(self) -> bool:

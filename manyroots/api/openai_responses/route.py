@@ -54,7 +54,7 @@ async def responses(request: Request) -> Response:
         job = await chat_job(server, chat, request.headers)
     making = _Making(job, body, chat)
     if body.stream:
-        return EventStream(making.stream(), job.permits, last_words=making.failure)
+        return EventStream(making.stream(), job.permits, making.failure, making.sign_of_life)
     with job.permits:
         return await answer(request, making.whole())
 
@@ -134,6 +134,11 @@ class _Making:
         self._response.error = ResponseFailure("server_error", detail.message)
         fields = {"code": detail.code, "message": detail.message, "param": detail.param}
         return self._told([("error", fields), self._ended()])
+
+    def sign_of_life(self) -> bytes:
+        """While nothing else comes. Codex waits 300 s for an event, whatever comments come."""
+        waiting = ("response.in_progress", {"response": self._response})
+        return self._told([waiting] if self._num_events else [])
 
     def _take(self, added: AnswerDelta) -> list[Event]:
         self._count.add(added.index, added.delta)

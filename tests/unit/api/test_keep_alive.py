@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+import dataclasses
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
+import anthropic
+import httpx
 import openai
 import pytest
 
 from manyroots.api import events as api_events
+from manyroots.api.events import COMMENT
 from manyroots.errors import UnavailableError
+from manyroots.messages import Output, Submit
 from tests.helpers.patience import PATIENCE_S
 from tests.unit.api import test_messages_route, test_responses_route
-from tests.unit.api.fake_engine import FakeEngine, script
+from tests.unit.api.fake_engine import INFO, FakeEngine, script
 from tests.unit.api.harness import Harness
+from tests.unit.api.test_server_life import Life
+from tests.unit.api.test_short_way import answer_to, chunks
 
 pytestmark = pytest.mark.anyio
 
+T = TypeVar("T")
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/generate")
 TURN: Any = {"role": "user", "content": "hi"}
-COMMENT = b": waiting\n\n"
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +41,19 @@ def waiting() -> Harness:
     engine = FakeEngine(script(*b"yes"))
     engine.gate.clear()
     return Harness(engine)
+
+
+async def waited_a_while(harness: Harness, answer: Awaitable[T]) -> T:
+    """The answer of an engine that gives nothing for some time after it was asked."""
+
+    async def open_gate() -> None:
+        while not harness.engine.running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        harness.engine.gate.set()
+
+    result, _ = await asyncio.gather(answer, open_gate())
+    return result
 
 
 def body_of(path: str) -> dict[str, Any]:
@@ -52,14 +73,18 @@ async def test_g04_headers_and_comments_do_not_wait_for_the_first_token(path: st
         take = connection.sent.get
         start = await asyncio.wait_for(take(), PATIENCE_S)
         assert (start["type"], start["status"]) == ("http.response.start", 200)
-        for _ in range(2):
-            assert (await asyncio.wait_for(take(), PATIENCE_S))["body"] == COMMENT
+        signs = [(await asyncio.wait_for(take(), PATIENCE_S))["body"] for _ in range(2)]
         harness.engine.gate.set()
         pieces = []
         while (piece := await asyncio.wait_for(take(), PATIENCE_S))["more_body"]:
             pieces.append(piece["body"])
     assert b"data: " in b"".join(pieces)
     assert connection.sent.empty()  # nothing follows the end
+    if path == "/v1/responses":
+        assert signs[0].startswith(b"event: response.created")
+        assert signs[1].startswith(b"event: response.in_progress")
+    else:
+        assert signs == [COMMENT] * 2
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -77,6 +102,19 @@ async def test_g04_an_error_after_the_headers_is_an_event(path: str) -> None:
     assert b"error" in text
 
 
+async def test_g05_a_response_that_waits_sends_events() -> None:
+    """G05: Codex waits 300 s for one, whatever comments come. They are numbered like the others."""
+    harness = waiting()
+    speaker = test_responses_route.client(harness)
+    asked = speaker.responses.create(model="tiny", input="hi", stream=True)
+    events = [event async for event in await waited_a_while(harness, asked)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds.count("response.created") == 1
+    assert kinds.count("response.in_progress") > 2
+    assert kinds[-1] == "response.completed"
+
+
 async def test_g04_an_error_before_the_headers_is_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_events, "KEEP_ALIVE_S", PATIENCE_S)
 
@@ -85,6 +123,35 @@ async def test_g04_an_error_before_the_headers_is_a_status(monkeypatch: pytest.M
 
     response = await Harness(FakeEngine(fail)).chat(stream=True)
     assert response.status_code == 503
+
+
+class Slow(FakeEngine):
+    """Silent for a while before each token."""
+
+    async def generate(self, request: Submit) -> AsyncIterator[Output]:
+        async for output in super().generate(request):
+            await asyncio.sleep(0.05)
+            yield output
+
+
+async def test_g04_comments_come_between_tokens_as_whole_chunks(tmp_path: Path) -> None:
+    """Over a socket, where tokens go another way than comments."""
+    info = dataclasses.replace(INFO, model_path=str(tmp_path / "m.gguf"))
+    life = Life(tmp_path, Slow(info=info))
+    port = int(life.url.rpartition(":")[2])
+
+    async def run(web: httpx.AsyncClient) -> None:
+        await life.ready(web)
+        _, body = await answer_to(port, "1.1", "Connection: close\r\n")
+        pieces = chunks(body)
+        places = [place for place, piece in enumerate(pieces) if piece == COMMENT]
+        texts = [place for place, piece in enumerate(pieces) if b'"text"' in piece]
+        assert len(texts) == 6
+        assert places[0] < texts[0] < places[-1]
+        assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+        life.server._on_signal()
+
+    assert await life.run(run) == 0
 
 
 async def completed(speaker: openai.AsyncOpenAI) -> str:
@@ -107,14 +174,15 @@ async def test_g04_openais_client_reads_over_comments(
     say: Callable[[openai.AsyncOpenAI], Awaitable[str]],
 ) -> None:
     harness = waiting()
-    asyncio.get_running_loop().call_later(0.1, harness.engine.gate.set)
-    assert await say(test_responses_route.client(harness)) == "yes"
+    assert await waited_a_while(harness, say(test_responses_route.client(harness))) == "yes"
+
+
+async def told(speaker: anthropic.AsyncAnthropic) -> str:
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [TURN]}
+    async with speaker.messages.stream(**asked) as stream:
+        return await stream.get_final_text()
 
 
 async def test_g04_anthropics_client_reads_over_comments() -> None:
     harness = waiting()
-    asyncio.get_running_loop().call_later(0.1, harness.engine.gate.set)
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 8, "messages": [TURN]}
-    async with test_messages_route.client(harness).messages.stream(**asked) as stream:
-        message = await stream.get_final_message()
-    assert message.content[0].text == "yes"  # type: ignore[union-attr]
+    assert await waited_a_while(harness, told(test_messages_route.client(harness))) == "yes"

@@ -81,6 +81,7 @@ MESSAGES = "unit/api/test_messages_route.py::"
 CONTROL = "unit/api/test_control_routes.py::"
 SHAPES = "unit/api/test_structure_fields.py::"
 HABITS = "unit/api/test_other_habits.py::"
+KEEP_ALIVE = "unit/api/test_keep_alive.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
@@ -267,6 +268,34 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         "every event of a response has the same number",
         (f"{RESPONSES}test_g05_events_are_numbered_and_named",),
+    ),
+    Mutation(
+        "api/openai_responses/route.py",
+        "return self._told([waiting] if self._num_events else [])",
+        'return b": waiting\\n\\n"',
+        "a response that waits says so in comments, which Codex does not count",
+        (f"{KEEP_ALIVE}test_g05_a_response_that_waits_sends_events",),
+    ),
+    Mutation(
+        "api/openai_responses/writer.py",
+        "item.input = input_of(self._arguments)",
+        "item.input = self._arguments",
+        "a custom tool gets JSON instead of the text within",
+        (f"{RESPONSES}test_g05_a_custom_tool_is_called_with_a_text",),
+    ),
+    Mutation(
+        "api/events.py",
+        "            self._has_ended = not self._has_begun\n",
+        "            self._has_ended = True\n",
+        "a stream that failed after its headers begins a second response",
+        (f"{KEEP_ALIVE}test_g04_an_error_after_the_headers_is_an_event",),
+    ),
+    Mutation(
+        "api/anthropic/tools.py",
+        "return [tool for tool in tools if _name(tool) not in removed]",
+        "return tools",
+        "tools that a conversation took away are offered",
+        (f"{MESSAGES}test_g02_a_conversation_changes_its_tools",),
     ),
     Mutation(
         "api/openai_responses/writer.py",

@@ -18,6 +18,8 @@ from manyroots.errors import RequestError
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 """What is given beside the answer. There is no encrypted reasoning: it comes as it is."""
+_SEARCH = "web_search_call"
+"""What was found is not in the item. Agents keep it when they change servers."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
@@ -25,7 +27,7 @@ def chat_request(request: ResponsesRequest, notices: Notices) -> ChatRequest:
     _check_supported(request, notices)
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     return ChatRequest(
-        messages=_messages(request),
+        messages=_messages(request, notices),
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         logprobs=True if wants_logprobs else None,
@@ -58,7 +60,7 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     return as_format(wanted, "text.format")
 
 
-def _messages(request: ResponsesRequest) -> list[Any]:
+def _messages(request: ResponsesRequest, notices: Notices) -> list[Any]:
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -67,7 +69,10 @@ def _messages(request: ResponsesRequest) -> list[Any]:
     if not request.input:
         raise RequestError("input is empty; give a text or at least one item.", field="input")
     for place, item in enumerate(request.input):
-        _add_item(messages, item, f"input[{place}]")
+        if isinstance(item, Mapping) and item.get("type") == _SEARCH:
+            notices.tell(_SEARCH, "says only that another server searched; such items are left out")
+        else:
+            _add_item(messages, item, f"input[{place}]")
     return messages
 
 

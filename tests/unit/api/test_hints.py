@@ -25,6 +25,8 @@ TOOLS_TEMPLATE = (
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 SEARCH = {"type": "web_search", "external_web_access": False}
+SEARCHED = {"type": "web_search_call", "id": "ws", "status": "completed",
+            "action": {"type": "search", "query": "x"}}  # fmt: skip
 SPACE = {
     "type": "namespace",
     "name": "agents",
@@ -59,6 +61,7 @@ async def respond(harness: Harness, **fields: Any) -> Any:
         ("/v1/responses", {"reasoning": {"effort": "high", "summary": "auto"}}, "summary"),
         ("/v1/responses", {"truncation": "auto"}, "truncation"),
         ("/v1/responses", {"tools": [SEARCH]}, "web_search"),
+        ("/v1/responses", {"input": [SEARCHED, {"role": "user", "content": "a"}]}, "search_call"),
     ],
 )  # fmt: skip
 async def test_g04_a_hint_without_effect_is_taken_and_logged_once(

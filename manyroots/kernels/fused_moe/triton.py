@@ -27,7 +27,7 @@ from manyroots.kernels.fused_moe.routing import (
     Routing,
     Scoring,
 )
-from manyroots.kernels.fused_moe.triton_adapters import SHRINK_N, add_to_scores
+from manyroots.kernels.fused_moe.triton_adapters import add_to_scores
 from manyroots.kernels.fused_moe.triton_fp4 import operand_of
 from manyroots.kernels.fused_moe.triton_order import ordered
 from manyroots.kernels.fused_moe.triton_products import both_products
@@ -54,6 +54,8 @@ _LEAST_SUM = tl.constexpr(LEAST_SUM)
 MOST_JOINED_TOKENS = 16
 """Up to this many tokens, `experts` computes a shared block in the same launch. With more, its
 weights would be read for every 16 tokens anew."""
+COLUMNS = 512
+"""Of A, or rows of B, that a program of adapters reads at once."""
 MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
 """Up to this many tokens, `route` orders the pairs itself; more go through `triton_order.py` in
 tiles."""
@@ -350,23 +352,23 @@ def _both(
     num_programs = used * (up_tiles + down_tiles)
     if shared is not None:
         num_programs += shared_tiles + down_tiles
-    around = _Around((x,) * 13) if adapters is None else _Around.of(
-        routing, adapters, up_tiles, shared_tiles
-    )  # fmt: skip
-    both_products[(around.num_shrinks + num_programs,)](
+    around: tuple[Tensor, ...] = (x,) * 13
+    if adapters is not None:
+        num_programs += 3 * num_tokens * num_terms
+        up_size = 2 * num_tokens * (top_k * n_size + shared_size)
+        around = _around(routing, adapters, (up_size, out.numel()))
+    both_products[(num_programs,)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
-        routing.groups, routing.weights, inner, out, counters(x.device), *of_shared,
-        *around.tensors, num_tokens, used * up_tiles, around.num_shrinks, n_size, hidden_size,
-        shared_size, *around.ranks,
+        routing.groups, routing.weights, inner, out, counters(x.device), *of_shared, *around,
+        num_tokens, used * up_tiles, n_size, hidden_size, shared_size,
         UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
         HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
         EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
         UP_K=cut.up_k, DOWN_N=cut.down_n, DOWN_K=cut.down_k, SHARED_TILES=shared_tiles,
         EVEN_SHARED=shared_size % cut.down_k == 0, HAS_ADAPTERS=adapters is not None,
-        TILES_POW=triton.next_power_of_2(up_tiles),
-        SHARED_POW=triton.next_power_of_2(max(1, shared_tiles)), num_stages=cut.num_stages,
-        num_warps=cut.num_warps, **launch_options(x.device),
+        GROUPS_POW=triton.next_power_of_2(num_experts), COLUMNS=COLUMNS,
+        num_stages=cut.num_stages, num_warps=cut.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -378,34 +380,13 @@ def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
     return min(num_experts, num_pairs), 16 if num_pairs <= 8 * num_experts else 64
 
 
-@dataclass(frozen=True, slots=True)
-class _Around:
-    """The adapters' inputs to both products, and buffers for what they shrink."""
-
-    tensors: tuple[Tensor, ...]
-    num_shrinks: int = 0
-    """Tiles of the shrink of x."""
-    ranks: tuple[int, int] = (0, 0)
-    """Ranks of a part that there is room for: of gate and up, and of down."""
-
-    @classmethod
-    def of(
-        cls, routing: Routing, adapters: ExpertAdapters, up_tiles: int, shared_tiles: int
-    ) -> _Around:
-        """`shared_tiles`: those of a shared block's first product, if there is one."""
-        own = adapters.gate_up, adapters.down
-        others = own if adapters.shared is None else adapters.shared
-        up, down = (max(a.max_rank, b.max_rank) for a, b in zip(own, others, strict=True))
-        num_tokens, top_k = routing.weights.shape
-        num_rows = num_tokens * (top_k + 1 if shared_tiles else top_k)
-        num_shrinks = triton.cdiv(num_tokens * top_k * 2 * up, SHRINK_N.value)
-        if shared_tiles:
-            num_shrinks += triton.cdiv(num_tokens * 2 * up, SHRINK_N.value)
-        sums = num_tokens * (top_k * up_tiles + shared_tiles) * down
-        shrunk = torch.empty(
-            num_rows * 2 * up + sums, dtype=torch.float32, device=routing.weights.device
-        )
-        sites = [part for site in (*own, *others) for part in (site.table, site.scalings)]
-        first = (adapters.rows.slots, routing.experts, own[0].pool)
-        shrunk = shrunk.split((num_rows * 2 * up, sums))
-        return cls((*first, *shrunk, *sites), num_shrinks, (up, down))
+def _around(
+    routing: Routing, adapters: ExpertAdapters, sizes: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """The adapters' inputs to both products, and room of `sizes` for what they add to each."""
+    own = adapters.gate_up, adapters.down
+    others = own if adapters.shared is None else adapters.shared
+    room = torch.empty(sum(sizes), dtype=torch.float32, device=routing.weights.device)
+    sites = [part for site in (*own, *others) for part in (site.table, site.scalings)]
+    first = (adapters.rows.slots, routing.experts, own[0].pool)
+    return *first, *room.split(sizes), *sites

@@ -1,14 +1,11 @@
-"""Adapters of experts in Triton, for few tokens: what they add to the tiles of `both_products`.
+"""Adapters of experts in Triton, for few tokens: further programs of `both_products`.
 
-A decode has about one pair per adapter and expert, so it is computed pair by pair; pairs that share
-a matrix find it in the cache. Adapters cost no launch, only their bytes:
+A decode has about one pair per adapter and expert. So a program computes B A x of one pair: of gate
+or of up before the tiles of the first product, of down before those of the second. It only reads
+weights, in large pieces. The tiles add what it stored (`deltas`), for all of their pairs at once.
 
-    shrink_tile    h = A x of each pair, as further tiles before the first product's
-    activated_pair activation(gate + B h, up + B h) of a pair in a tile of the first product, and
-                   that tile's part of h = A of it
-    down_of_pair   W x + B h of a pair in a tile of the second product
-
-Nothing is gathered or copied. Pairs of many tokens share matrices: see `triton_tile_adapters.py`.
+Nothing is gathered or copied; pairs that share a matrix find it in the cache. Pairs of many tokens
+share matrices: see `triton_tile_adapters.py`.
 """
 
 from __future__ import annotations
@@ -16,14 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.fused_moe.adapters import PART_WIDTH
-from manyroots.kernels.launch import wait_for_inputs
+from manyroots.kernels.launch import wait_for_count, wait_for_inputs
 
-SHRINK_N = tl.constexpr(64)
-"""Rows of A that one program takes, of one pair or several."""
-SHRINK_M = tl.constexpr(16)
-"""At least the number of tokens of those pairs: a pair has 8 rows or more."""
 RANK_BLOCK = tl.constexpr(16)
 """Ranks that are multiplied at once."""
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
@@ -61,144 +53,85 @@ def _second_half(table, slot, part, NUM_PARTS: tl.constexpr, IS_SHARED: tl.const
 
 
 @triton.jit
-def shrink_tile(
-    x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, max_rank,
-    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, IS_SHARED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """scaling * A x for SHRINK_N of all pairs' ranks, `max_rank` for each part of each pair.
-    IS_SHARED: of the block that every token goes through, whose pairs are the tokens.
+def _row_delta(x, a, b, rank, scale, out, k_size, n_size, COLUMNS: tl.constexpr):
+    """out[n_size] = B (scale * A x) of one row x[k_size], in float32; zeros if `rank` is 0."""
+    i = tl.arange(0, COLUMNS)
+    if rank == 0:
+        for at in range(0, n_size, COLUMNS):
+            tl.store(out + at + i, tl.zeros((COLUMNS,), tl.float32), mask=at + i < n_size)
+    for first in range(0, rank, RANK_BLOCK):
+        r = first + tl.arange(0, RANK_BLOCK)
+        h = tl.zeros((RANK_BLOCK,), tl.float32)
+        for at in range(0, k_size, COLUMNS):
+            k = at + i
+            ok = (r < rank)[:, None] & (k < k_size)[None, :]
+            weight = tl.load(a + r[:, None] * k_size + k[None, :], mask=ok, other=0.0)
+            # Past the first-level cache, which does not see other programs' writes.
+            row = tl.load(x + k, mask=k < k_size, other=0.0, cache_modifier=".cg")
+            h += tl.sum(weight.to(tl.float32) * row.to(tl.float32)[None, :], axis=1)
+        h *= scale
+        for at in range(0, n_size, COLUMNS):
+            n = at + i
+            ok = (n < n_size)[:, None] & (r < rank)[None, :]
+            weight = tl.load(b + n[:, None] * rank + r[None, :], mask=ok, other=0.0)
+            value = tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
+            if first > 0:
+                value += tl.load(out + n, mask=n < n_size, other=0.0, cache_modifier=".cg")
+            tl.store(out + n, value, mask=n < n_size)
+        # The next ranks are added to what other threads may have stored.
+        tl.debug_barrier()
 
-    One matrix instruction covers rows of several tokens; each row keeps the result of its own
-    token.
-    """
-    width = NUM_PARTS * max_rank
-    v = tile * SHRINK_N + tl.arange(0, SHRINK_N)
-    pair = tl.minimum(v // width, num_pairs - 1)
-    n = v % width
+
+@triton.jit
+def up_pair(
+    x, delta, slots, experts, pool, table, scalings, part, pair, top_k, n_size, k_size,
+    IS_SHARED: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """B A x of one pair, of gate (`part` 0) or up (1). IS_SHARED: of the block that every token
+    goes through, whose pairs are the tokens."""
     token = pair // top_k
-    slot = tl.load(slots + token)
-    part = n // max_rank
-    a, step, rank = _first_half(table, slot, part, k_size, NUM_PARTS, IS_SHARED)
-    exists = (n % max_rank < rank) & (v < num_pairs * width)
-    if tl.max(exists.to(tl.int32)) > 0:
-        wait_for_inputs(DEPENDENT)
-        offset = a + (n % max_rank).to(tl.int64) * k_size
-        if not IS_SHARED:
-            offset += tl.load(experts + pair) * step
-        k = tl.arange(0, BLOCK_K)
-        a_at = (pool + tl.multiple_of(offset, 8))[:, None] + k[None, :]
-        first = tl.min(token)
-        m = tl.arange(0, SHRINK_M)
-        is_token = (first + m <= tl.max(token))[:, None]
-        x_at = x + (first + m)[:, None].to(tl.int64) * k_size + k[None, :]
-        acc = tl.zeros((SHRINK_N, SHRINK_M), tl.float32)
-        for at in range(0, k_size, BLOCK_K):
-            if EVEN_K:
-                weight = tl.load(a_at + at, mask=exists[:, None], other=0.0)
-                xs = tl.load(x_at + at, mask=is_token, other=0.0)
-            else:
-                inside = (at + k < k_size)[None, :]
-                weight = tl.load(a_at + at, mask=exists[:, None] & inside, other=0.0)
-                xs = tl.load(x_at + at, mask=is_token & inside, other=0.0)
-            acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
-        own = m[None, :] == (token - first)[:, None]
-        value = tl.sum(tl.where(own, acc, 0.0), axis=1)
-        value *= tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
-        tl.store(shrunk + pair.to(tl.int64) * width + n, value, mask=exists)
+    slot = tl.load(slots + token).to(tl.int64)
+    a, a_step, rank = _first_half(table, slot, part, k_size, 2, IS_SHARED)
+    b, b_step, rank = _second_half(table, slot, part, 2, IS_SHARED)
+    scale = tl.load(scalings + tl.maximum(slot, 0) * 2 + part)
+    wait_for_inputs(DEPENDENT)
+    if not IS_SHARED:
+        expert = tl.load(experts + pair)
+        a += expert * a_step
+        b += expert * b_step
+    a = pool + tl.multiple_of(a, 8)
+    b = pool + tl.multiple_of(b, 8)
+    to = delta + (pair.to(tl.int64) * 2 + part) * n_size
+    row = x + token.to(tl.int64) * k_size
+    _row_delta(row, a, b, rank, scale, to, k_size, n_size, COLUMNS)
 
 
 @triton.jit
-def _ranks_of(b, rank, first, n, is_n):
-    """B[n] of the ranks from `first` on: [n, RANK_BLOCK]."""
-    r = first + tl.arange(0, RANK_BLOCK)
-    ok = is_n[:, None] & (r < rank)[None, :]
-    return tl.load(b + n[:, None] * rank + r[None, :], mask=ok, other=0.0)
-
-
-@triton.jit
-def _expand(acc, first_ranks, b, rank, h, n, is_n):
-    """acc + B[n] h for one pair; `first_ranks` are the already loaded `_ranks_of` 0."""
-    weight = first_ranks
-    for first in range(0, rank, RANK_BLOCK):
-        if first > 0:
-            weight = _ranks_of(b, rank, first, n, is_n)
-        r = first + tl.arange(0, RANK_BLOCK)
-        hs = tl.load(h + r, mask=r < rank, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(weight.to(tl.float32) * hs[None, :], axis=1)
-    return acc
-
-
-@triton.jit
-def _columns_of(a, rank, first, n, is_n, n_size):
-    """A[:, n] of the ranks from `first` on: [RANK_BLOCK, n]."""
-    r = first + tl.arange(0, RANK_BLOCK)
-    ok = (r < rank)[:, None] & is_n[None, :]
-    return tl.load(a + r[:, None] * n_size + n[None, :], mask=ok, other=0.0)
-
-
-@triton.jit
-def _column(tile, i, BLOCK_M: tl.constexpr):
-    """Column i of a tile with BLOCK_M."""
-    is_it = (tl.arange(0, BLOCK_M) == i)[None, :]
-    return tl.sum(tl.where(is_it, tile, 0.0), axis=1)
-
-
-@triton.jit
-def activated_pair(
-    gates, ups, i, pair, expert, n, n_size, inner, shrunk, down_shrunk, slots, pool, up_table,
-    table, scalings, top_k, up_max_rank, max_rank, KIND: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_SHARED: tl.constexpr,
+def down_pair(
+    inner, delta, counter, count, slots, pool, table, scalings, expert, pair, top_k, n_size, k_size,
+    IS_SHARED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Complete and store the activations at `n` of one pair, column i of a tile's gates and ups,
-    and their part of the pair's shrink."""
-    is_n = n < n_size
+    """B A of the activations of one pair, which are stored when `counter` has `count`."""
     slot = tl.load(slots + pair // top_k).to(tl.int64)
-    gate_b, gate_step, gate_rank = _second_half(up_table, slot, 0, 2, IS_SHARED)
-    up_b, up_step, up_rank = _second_half(up_table, slot, 1, 2, IS_SHARED)
-    a, a_step, rank = _first_half(table, slot, 0, n_size, 1, IS_SHARED)
-    gate_b = pool + tl.multiple_of(gate_b + expert * gate_step, 8)
-    up_b = pool + tl.multiple_of(up_b + expert * up_step, 8)
-    a = pool + tl.multiple_of(a + expert * a_step, 8)
-    first_gates = _ranks_of(gate_b, gate_rank, 0, n, is_n)
-    first_ups = _ranks_of(up_b, up_rank, 0, n, is_n)
-    downs = _columns_of(a, rank, 0, n, is_n, n_size)
-    h = shrunk + pair * 2 * up_max_rank
-    gate = _expand(_column(gates, i, BLOCK_M), first_gates, gate_b, gate_rank, h, n, is_n)
-    up = _expand(_column(ups, i, BLOCK_M), first_ups, up_b, up_rank, h + up_max_rank, n, is_n)
-    value = activated(gate, up, KIND).to(inner.dtype.element_ty)
-    tl.store(inner + pair * n_size + n, value, mask=is_n)
+    a, a_step, rank = _first_half(table, slot, 0, k_size, 1, IS_SHARED)
+    b, b_step, rank = _second_half(table, slot, 0, 1, IS_SHARED)
     scale = tl.load(scalings + tl.maximum(slot, 0))
-    for first in range(0, rank, RANK_BLOCK):
-        if first > 0:
-            downs = _columns_of(a, rank, first, n, is_n, n_size)
-        total = tl.sum(downs.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
-        r = first + tl.arange(0, RANK_BLOCK)
-        tl.store(down_shrunk + pair * max_rank + r, total * scale, mask=r < rank)
+    if not IS_SHARED:
+        a += expert * a_step
+        b += expert * b_step
+    a = pool + tl.multiple_of(a, 8)
+    b = pool + tl.multiple_of(b, 8)
+    wait_for_count(counter, count)
+    row, to = inner + pair * k_size, delta + pair * n_size
+    _row_delta(row, a, b, rank, scale, to, k_size, n_size, COLUMNS)
 
 
 @triton.jit
-def down_of_pair(
-    tile, i, pair, expert, n, n_size, shrunk, split, slots, pool, table, top_k, max_rank,
-    NUM_SPLITS: tl.constexpr, SPLITS_POW: tl.constexpr, BLOCK_M: tl.constexpr,
-    IS_SHARED: tl.constexpr,
-):  # fmt: skip
-    """Column i of a tile of the second product plus B h of that pair, at `n`. `shrunk` has partial
-    sums of h, `split` apart."""
-    is_n = n < n_size
-    slot = tl.load(slots + pair // top_k).to(tl.int64)
-    b, step, rank = _second_half(table, slot, 0, 1, IS_SHARED)
-    b = pool + tl.multiple_of(b + expert * step, 8)
-    acc = _column(tile, i, BLOCK_M)
-    s = tl.arange(0, SPLITS_POW)
-    for first in range(0, rank, RANK_BLOCK):
-        r = first + tl.arange(0, RANK_BLOCK)
-        ok = (s < NUM_SPLITS)[:, None] & (r < rank)[None, :]
-        at = shrunk + s[:, None].to(tl.int64) * split + pair * max_rank + r[None, :]
-        h = tl.sum(tl.load(at, mask=ok, other=0.0, cache_modifier=".cg"), axis=0)
-        weight = _ranks_of(b, rank, first, n, is_n)
-        acc += tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
-    return acc
+def deltas(delta, stride, pair, is_pair, n, n_size):
+    """The deltas of a tile's pairs at `n`, as stored by earlier programs: [n, pairs]."""
+    ok = is_pair[:, None] & (n < n_size)[None, :]
+    at = delta + pair[:, None] * stride + n[None, :]
+    return tl.trans(tl.load(at, mask=ok, other=0.0, cache_modifier=".cg"))
 
 
 @triton.jit

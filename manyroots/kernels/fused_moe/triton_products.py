@@ -1,9 +1,10 @@
 """The experts' two products: their tiles, and both products in one launch.
 
 The second product's programs come after the first's, and each waits only for its own expert. Except
-for the last few experts, that was finished long before, so memory stays busy throughout. Adapters'
-shrinks of x come before both. A program waits only for earlier programs, and programs start in
-order. The first program that is not done therefore waits for none, so there is no deadlock.
+for the last few experts, that was finished long before, so memory stays busy throughout. Programs
+of adapters come before each product, one for a pair. A program waits only for earlier programs, and
+programs start in order. The first program that is not done therefore waits for none, so there is no
+deadlock.
 """
 
 from __future__ import annotations
@@ -12,12 +13,7 @@ import triton
 import triton.language as tl
 
 from manyroots.kernels.activation.triton_kinds import activated
-from manyroots.kernels.fused_moe.triton_adapters import (
-    SHRINK_N,
-    activated_pair,
-    down_of_pair,
-    shrink_tile,
-)
+from manyroots.kernels.fused_moe.triton_adapters import deltas, down_pair, up_pair
 from manyroots.kernels.fused_moe.triton_fp4 import (
     FOUR_BITS,
     fp4_numbers,
@@ -167,64 +163,72 @@ def down_product(
 
 
 @triton.jit
-def _count_passed(shrunk, passed, count):
-    """Count a program that waits for shrinks no more; the last one clears the counters."""
+def _pair_at(groups, index, num_groups, GROUPS_POW: tl.constexpr):
+    """The group of the pair that is `index`-th in the order of groups, and its place in the lists.
+    The group is too large if there are fewer pairs."""
+    g = tl.arange(0, GROUPS_POW)
+    begin = tl.load(groups + 3 * g + 1, mask=g < num_groups, other=0)
+    end = tl.load(groups + 3 * g + 2, mask=g < num_groups, other=0)
+    before = tl.cumsum(end - begin, axis=0)
+    group = tl.sum((before <= index).to(tl.int32), axis=0)
+    return group, index + tl.sum(tl.where(g == group, end - before, 0), axis=0)
+
+
+@triton.jit
+def _count_passed(added, passed, count):
+    """Count a program that waits for adapters no more; the last one clears the counters."""
     if tl.atomic_add(passed, 1, sem="relaxed") == count - 1:
-        tl.store(shrunk, 0)
+        tl.store(added, 0)
         tl.store(passed, 0)
 
 
-@triton.jit(do_not_specialize=["num_first", "num_tokens", "num_shrinks"])
+@triton.jit(do_not_specialize=["num_first", "num_tokens"])
 def both_products(
     x, gate_up, up_scales, up_groups, down, down_scales, down_groups, up_bias, down_bias, pairs,
     groups, weights, inner, out, done, shared_up, shared_down, shared_inner, slots, experts, pool,
-    up_shrunk, down_shrunk, up_table, up_scalings, down_table, down_scalings, shared_up_table,
-    shared_up_scalings, shared_down_table, shared_down_scalings, num_tokens, num_first, num_shrinks,
-    n_size, hidden_size, shared_size, up_max_rank, down_max_rank,
+    up_delta, down_delta, up_table, up_scalings, down_table, down_scalings, shared_up_table,
+    shared_up_scalings, shared_down_table, shared_down_scalings, num_tokens, num_first, n_size,
+    hidden_size, shared_size,
     UP_SCALED: tl.constexpr, DOWN_SCALED: tl.constexpr, KIND: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
     EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
     DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
     DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, SHARED_TILES: tl.constexpr,
-    EVEN_SHARED: tl.constexpr, HAS_ADAPTERS: tl.constexpr, TILES_POW: tl.constexpr,
-    SHARED_POW: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_SHARED: tl.constexpr, HAS_ADAPTERS: tl.constexpr, GROUPS_POW: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(activation(gate, up)) of each pair, stored by pair. The first `num_first`
     programs compute the first product. `done` counts each group's finished tiles and is zero again
     at the end. With SHARED_TILES, as many programs come before either product, for a block that
     every token goes through; its output is the last term of a token.
 
-    With HAS_ADAPTERS, the very first `num_shrinks` programs compute the shrink of x, and a tile is
-    completed pair by pair. Each tile of a first product leaves a partial sum of the next shrink."""
+    With HAS_ADAPTERS, further programs come before each product, and store what adapters add."""
     let_next_begin(DEPENDENT)
     tile = tl.program_id(0)
     terms: tl.constexpr = TOP_K + 1 if SHARED_TILES else TOP_K
     of_shared = done + num_first // UP_TILES
     if HAS_ADAPTERS:
-        shrunk, passed = of_shared + 1, of_shared + 2
-        # The rows of a shared block come after the pairs; in partial sums, after all of theirs.
+        added, passed = of_shared + 1, of_shared + 2
         num_pairs = num_tokens * TOP_K
-        split = num_pairs.to(tl.int64) * down_max_rank
-        of_up = up_shrunk + num_pairs.to(tl.int64) * 2 * up_max_rank
-        of_down = down_shrunk + UP_TILES * split
-        if tile < num_shrinks:
-            of_pairs = tl.cdiv(num_pairs * 2 * up_max_rank, SHRINK_N)
-            if tile < of_pairs:
-                shrink_tile(
-                    x, up_shrunk, slots, experts, pool, up_table, up_scalings, tile, num_pairs,
-                    TOP_K, hidden_size, up_max_rank, 2, UP_K, EVEN_UP, False, DEPENDENT,
+        num_rows = num_pairs + num_tokens if SHARED_TILES else num_pairs
+        # The rows of a shared block come after the pairs.
+        of_up = up_delta + num_pairs.to(tl.int64) * 2 * n_size
+        of_down = down_delta + num_pairs.to(tl.int64) * hidden_size
+        if tile < 2 * num_rows:
+            if tile < 2 * num_pairs:
+                up_pair(
+                    x, up_delta, slots, experts, pool, up_table, up_scalings, tile % 2,
+                    tile // 2, TOP_K, n_size, hidden_size, False, COLUMNS, DEPENDENT,
                 )  # fmt: skip
             elif SHARED_TILES:
-                shrink_tile(
-                    x, of_up, slots, experts, pool, shared_up_table, shared_up_scalings,
-                    tile - of_pairs, num_tokens, 1, hidden_size, up_max_rank, 2, UP_K, EVEN_UP,
-                    True, DEPENDENT,
+                up_pair(
+                    x, of_up, slots, experts, pool, shared_up_table, shared_up_scalings, tile % 2,
+                    tile // 2 - num_pairs, 1, shared_size, hidden_size, True, COLUMNS, DEPENDENT,
                 )  # fmt: skip
-            wait_for_inputs(DEPENDENT)
             tl.debug_barrier()
-            tl.atomic_add(shrunk, 1, sem="release")
+            tl.atomic_add(added, 1, sem="release")
             return
-        tile -= num_shrinks
+        tile -= 2 * num_rows
     if SHARED_TILES:
         if tile < SHARED_TILES:
             n = tile * UP_N + tl.arange(0, UP_N)
@@ -236,22 +240,18 @@ def both_products(
                     hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, False, 0, DEPENDENT,
                 )  # fmt: skip
                 if HAS_ADAPTERS:
-                    wait_for_count(shrunk, num_shrinks)
-                    for i in range(tl.minimum(num_tokens - first, BLOCK_M)):
-                        activated_pair(
-                            gate, up, i, first + i, 0, n, shared_size, shared_inner,
-                            of_up, of_down + tile * num_tokens.to(tl.int64) * down_max_rank, slots,
-                            pool, shared_up_table, shared_down_table, shared_down_scalings, 1,
-                            up_max_rank, down_max_rank, KIND, BLOCK_M, True,
-                        )  # fmt: skip
-                else:
-                    ok = (m < num_tokens)[:, None] & (n < shared_size)[None, :]
-                    value = tl.trans(activated(gate, up, KIND))
-                    tl.store(shared_inner + m[:, None] * shared_size + n[None, :], value, mask=ok)
+                    wait_for_count(added, 2 * num_rows)
+                    gate += deltas(of_up, 2 * shared_size, m, m < num_tokens, n, shared_size)
+                    up += deltas(
+                        of_up + shared_size, 2 * shared_size, m, m < num_tokens, n, shared_size
+                    )  # fmt: skip
+                ok = (m < num_tokens)[:, None] & (n < shared_size)[None, :]
+                value = tl.trans(activated(gate, up, KIND))
+                tl.store(shared_inner + m[:, None] * shared_size + n[None, :], value, mask=ok)
             tl.debug_barrier()
             tl.atomic_add(of_shared, 1, sem="release")
             if HAS_ADAPTERS:
-                _count_passed(shrunk, passed, num_first + SHARED_TILES)
+                _count_passed(added, passed, num_first + SHARED_TILES)
             return
         tile -= SHARED_TILES
     if tile < num_first:
@@ -268,53 +268,67 @@ def both_products(
                 DEPENDENT,
             )  # fmt: skip
             if HAS_ADAPTERS:
-                wait_for_count(shrunk, num_shrinks)
-                for i in range(tl.minimum(end - first, BLOCK_M)):
-                    activated_pair(
-                        gate, up, i, tl.load(pairs + first + i).to(tl.int64), expert, n, n_size,
-                        inner, up_shrunk, down_shrunk + tile % UP_TILES * split, slots, pool,
-                        up_table, down_table, down_scalings, TOP_K, up_max_rank, down_max_rank,
-                        KIND, BLOCK_M, False,
-                    )  # fmt: skip
-            else:
-                ok = (m < end)[:, None] & (n < n_size)[None, :]
-                value = tl.trans(activated(gate, up, KIND))
-                tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
+                wait_for_count(added, 2 * num_rows)
+                gate += deltas(up_delta, 2 * n_size, pair, m < end, n, n_size)
+                up += deltas(up_delta + n_size, 2 * n_size, pair, m < end, n, n_size)
+            ok = (m < end)[:, None] & (n < n_size)[None, :]
+            value = tl.trans(activated(gate, up, KIND))
+            tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
         if end > begin:
             # Store all results of this program, then count.
             tl.debug_barrier()
             tl.atomic_add(done + group, 1, sem="release")
         if HAS_ADAPTERS:
-            _count_passed(shrunk, passed, num_first + SHARED_TILES)
+            _count_passed(added, passed, num_first + SHARED_TILES)
         return
     tile -= num_first
+    if HAS_ADAPTERS:
+        if tile < num_rows:
+            wait_for_inputs(DEPENDENT)
+            if tile < num_pairs:
+                group, at = _pair_at(groups, tile, num_first // UP_TILES, GROUPS_POW)
+                if group < num_first // UP_TILES:
+                    pair = tl.load(pairs + at).to(tl.int64)
+                    down_pair(
+                        inner, down_delta, done + group, UP_TILES, slots, pool, down_table,
+                        down_scalings, tl.load(groups + 3 * group), pair, TOP_K, hidden_size,
+                        n_size, False, COLUMNS,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                    tl.atomic_add(done + group, 1, sem="release")
+            elif SHARED_TILES:
+                down_pair(
+                    shared_inner, of_down, of_shared, SHARED_TILES, slots, pool, shared_down_table,
+                    shared_down_scalings, 0, (tile - num_pairs).to(tl.int64), 1, hidden_size,
+                    shared_size, True, COLUMNS,
+                )  # fmt: skip
+                tl.debug_barrier()
+                tl.atomic_add(of_shared, 1, sem="release")
+            return
+        tile -= num_rows
     if SHARED_TILES:
         if tile < DOWN_TILES:
             n = tile * DOWN_N + tl.arange(0, DOWN_N)
+            ready = SHARED_TILES
+            if HAS_ADAPTERS:
+                ready += num_tokens
             wait_for_inputs(DEPENDENT)
-            wait_for_count(of_shared, SHARED_TILES)
+            wait_for_count(of_shared, ready)
             for first in range(0, num_tokens, BLOCK_M):
                 m = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+                if HAS_ADAPTERS:
+                    delta = deltas(of_down, hidden_size, m, m < num_tokens, n, hidden_size)
                 acc = down_product(
                     shared_inner, shared_down, down_scales, 0, down_bias, 0, m, m < num_tokens, n,
                     hidden_size, shared_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_SHARED, False, 0,
                     DEPENDENT,
                 )  # fmt: skip
                 if HAS_ADAPTERS:
-                    for i in range(tl.minimum(num_tokens - first, BLOCK_M)):
-                        token = first + i  # of few
-                        value = down_of_pair(
-                            acc, i, token, 0, n, hidden_size, of_down,
-                            num_tokens.to(tl.int64) * down_max_rank, slots, pool, shared_down_table,
-                            1, down_max_rank, SHARED_TILES, SHARED_POW, BLOCK_M, True,
-                        )  # fmt: skip
-                        to = out + (token * terms + TOP_K) * hidden_size
-                        tl.store(to + n, value, mask=n < hidden_size)
-                else:
-                    ok = (m < num_tokens)[:, None] & (n < hidden_size)[None, :]
-                    to = out + (m * terms + TOP_K)[:, None] * hidden_size + n[None, :]
-                    tl.store(to, tl.trans(acc), mask=ok)
-            if tl.atomic_add(of_shared, 1, sem="relaxed") == SHARED_TILES + DOWN_TILES - 1:
+                    acc += delta
+                ok = (m < num_tokens)[:, None] & (n < hidden_size)[None, :]
+                to = out + (m * terms + TOP_K)[:, None] * hidden_size + n[None, :]
+                tl.store(to, tl.trans(acc), mask=ok)
+            if tl.atomic_add(of_shared, 1, sem="relaxed") == ready + DOWN_TILES - 1:
                 tl.store(of_shared, 0)
             return
         tile -= DOWN_TILES
@@ -324,29 +338,23 @@ def both_products(
     expert, begin, end = group_at(groups, group)
     if begin == end:
         return
-    wait_for_count(done + group, UP_TILES)
+    ready = end - begin + UP_TILES if HAS_ADAPTERS else UP_TILES
+    wait_for_count(done + group, ready)
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        if HAS_ADAPTERS:
+            delta = deltas(down_delta, hidden_size, pair, m < end, n, hidden_size)
         acc = down_product(
             inner, down, down_scales, down_groups, down_bias, expert, pair, m < end, n,
             hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS, DOWN_SCALED,
             DEPENDENT,
         )  # fmt: skip
         if HAS_ADAPTERS:
-            for i in range(tl.minimum(end - first, BLOCK_M)):
-                one = tl.load(pairs + first + i).to(tl.int64)
-                value = down_of_pair(
-                    acc, i, one, expert, n, hidden_size, down_shrunk, split, slots, pool,
-                    down_table, TOP_K, down_max_rank, UP_TILES, TILES_POW, BLOCK_M, False,
-                )  # fmt: skip
-                place = one // TOP_K * terms + one % TOP_K
-                value *= tl.load(weights + one)
-                tl.store(out + place * hidden_size + n, value, mask=n < hidden_size)
-        else:
-            value = tl.trans(acc) * tl.load(weights + pair)[:, None]
-            ok = (m < end)[:, None] & (n < hidden_size)[None, :]
-            place = pair // TOP_K * terms + pair % TOP_K
-            tl.store(out + place[:, None] * hidden_size + n[None, :], value, mask=ok)
-    if tl.atomic_add(done + group, 1, sem="relaxed") == UP_TILES + DOWN_TILES - 1:
+            acc += delta
+        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
+        ok = (m < end)[:, None] & (n < hidden_size)[None, :]
+        place = pair // TOP_K * terms + pair % TOP_K
+        tl.store(out + place[:, None] * hidden_size + n[None, :], value, mask=ok)
+    if tl.atomic_add(done + group, 1, sem="relaxed") == ready + DOWN_TILES - 1:
         tl.store(done + group, 0)

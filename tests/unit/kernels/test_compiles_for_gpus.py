@@ -101,7 +101,7 @@ experts |= dict.fromkeys(("gate_up", "up_scales", "down", "down_scales"), INT)
 experts |= dict.fromkeys(("pairs", "groups", "done"), INT) | dict(weights=FLOAT, out=FLOAT)
 sizes = dict(
     EVEN_UP=False, EVEN_DOWN=False, TOP_K=4, UP_TILES=45, DOWN_TILES=45, BLOCK_M=16, UP_N=64,
-    UP_K=128, DOWN_N=64, DOWN_K=128, EVEN_SHARED=True, TILES_POW=64, SHARED_POW=64, DEPENDENT=True,
+    UP_K=128, DOWN_N=64, DOWN_K=128, EVEN_SHARED=True, GROUPS_POW=64, COLUMNS=512, DEPENDENT=True,
 )
 code = compiled(
     moe.both_products, experts, UP_SCALED=-4, DOWN_SCALED=-4, KIND="clamped_swiglu",
@@ -113,7 +113,7 @@ assert code.count("mul.rn.bf16x2") == 3 * 32
 
 experts |= dict.fromkeys(("gate_up", "down", "pool"), HALF) | dict(slots=INT, experts=INT)
 experts |= {n: LONG for n in moe.both_products.arg_names if n.endswith("_table")}
-experts |= {n: FLOAT for n in moe.both_products.arg_names if n.endswith(("_scalings", "_shrunk"))}
+experts |= {n: FLOAT for n in moe.both_products.arg_names if n.endswith(("_scalings", "_delta"))}
 code = compiled(
     moe.both_products, experts, UP_SCALED=0, DOWN_SCALED=0, KIND="silu", HAS_UP_BIAS=False,
     HAS_DOWN_BIAS=False, SHARED_TILES=44, HAS_ADAPTERS=True, **sizes,

@@ -14,15 +14,17 @@ from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
+from manyroots.kernels.host_copy import copied_together
 from manyroots.kernels.latent.inputs import KeyPiece
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
-MAX_KEYS = 8192
-"""Most tokens with expanded keys and values at once: with 128 heads of 192 and 128, 640 MiB."""
+MAX_KEYS = 10_240
+"""Most tokens with expanded keys and values at once: with 128 heads of 192 and 128, 800 MiB. More
+than a step has by default, because prompts that began in the step before have more keys than
+queries."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -90,13 +92,10 @@ class LatentStep:
         if self.prompts is None:
             return self.decodes
         counts = np.concatenate((np.ones(self._num_decodes, np.int64), self.prompts.num_queries))
-        device = self._table.device
-        repeats = torch.from_numpy(counts).to(device)
-        ends = torch.repeat_interleave(self._lens, repeats, output_size=int(counts.sum()))
         last = np.cumsum(counts).repeat(counts)
-        before = torch.from_numpy((last - 1 - np.arange(len(last))).astype(np.int32)).to(device)
-        table = torch.repeat_interleave(self._table, repeats, 0, output_size=int(counts.sum()))
-        return table, ends - before
+        seqs = np.arange(len(counts)).repeat(counts)
+        rows, after = self._copied(seqs, last - 1 - np.arange(len(last)))
+        return self._table[rows], self._lens[rows] - after
 
     @cached_property
     def pieces(self) -> tuple[ExpandedPiece, ...]:
@@ -132,24 +131,25 @@ class LatentStep:
         starts = np.concatenate(([0], np.cumsum(queries)))
         counts, own = lasts - firsts, queries[seqs]
         places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - firsts, counts)
-        device, size = self._table.device, self._page_size
-        numbers = (
+        size = self._page_size
+        query_starts, key_starts, first_seen, rows, columns, offsets = self._copied(
             np.concatenate(([0], np.cumsum(own))),
             np.concatenate(([0], np.cumsum(counts))),
             contexts[seqs] - own - firsts,
+            np.repeat(self._num_decodes + seqs, counts),
+            places // size,
+            places % size,
         )
-        query_starts, key_starts, first_seen = (
-            torch.from_numpy(array.astype(np.int32)).to(device) for array in numbers
-        )
-        rows = torch.from_numpy(np.repeat(self._num_decodes + seqs, counts)).to(device)
-        at = torch.from_numpy(places).to(device)
-        slots = self._table[rows, at // size].long() * size + at % size
+        slots = self._table[rows, columns].long() * size + offsets
         return ExpandedPiece(
             tokens=slice(int(starts[seqs[0]]), int(starts[seqs[-1] + 1])),
             slots=slots,
             piece=KeyPiece(query_starts, key_starts, first_seen, int(own.max())),
             key_tokens=np.repeat(self._num_decodes + starts[seqs], counts),
         )
+
+    def _copied(self, *arrays: Int64s) -> list[Tensor]:
+        return copied_together([array.astype(np.int32) for array in arrays], self._table.device)
 
     def lora_of_decodes(self, lora: LoraRows | None) -> LoraRows | None:
         """The adapters of decoding rows, taken from those of all tokens."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
+from manyroots.kernels.host_copy import copied_together
 from manyroots.kernels.lora_ops.batch import AdapterBatch
 
 RANK_STEP, WIDTH_STEP = 8, 16
@@ -158,7 +159,7 @@ class LoraRows:
         wanted = np.array(slots, dtype=np.int32)
         blocks = row_blocks(wanted, block_rows or block_rows_for(len(wanted)))
         count = np.array([len(blocks)], dtype=np.int32)
-        there = _together([wanted, blocks.reshape(-1), count], device)
+        there = copied_together([wanted, blocks.reshape(-1), count], device)
         return cls(
             slots=there[0],
             blocks=there[1].view(-1, 3),
@@ -178,20 +179,6 @@ class LoraTerm:
     the pool's dtype."""
     site: LinearSite
     rows: LoraRows
-
-
-def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Flat int32 arrays on `device`; on a GPU with one asynchronous copy."""
-    if device.type != "cuda":
-        return [torch.from_numpy(array).to(device) for array in arrays]
-    # Each array starts at a multiple of 16 bytes, as kernels are compiled for.
-    sizes = [-(-len(array) // 4) * 4 for array in arrays]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-    pieces = torch.split(packed, sizes)
-    for piece, array in zip(pieces, arrays, strict=True):
-        piece[: len(array)] = torch.from_numpy(array)
-    moved = torch.split(packed.to(device, non_blocking=True), sizes)
-    return [piece[: len(array)] for piece, array in zip(moved, arrays, strict=True)]
 
 
 def block_rows_for(num_rows: int) -> int:

@@ -2,9 +2,9 @@
 
 Same signatures as `reference.py`. A program has a tile of one head's weights, which it requests
 before the rows are ready. The adapters' part is in factored form, by further programs of the same
-launch: each has one token and head, for which two small products suffice. Then it waits for the
-head's tiles, whose products are in float32, adds them and rounds once. It waits only for earlier
-programs, which wait for none.
+launch: each has a row, or rows of one adapter, and a head, for which two small products suffice.
+Then it waits for the head's tiles, whose products are in float32, adds them and rounds once. It
+waits only for earlier programs, which wait for none.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from manyroots.kernels.launch import (
     wait_for_count,
     wait_for_inputs,
 )
+from manyroots.kernels.lora_ops.triton import block_at
 
 LEAST = 16
 """Smallest size of each dimension of a matrix instruction."""
@@ -32,6 +33,9 @@ ONE_TILE = 16384
 """Of few rows, a program's weights up to this many are one tile: all are requested early."""
 RANKS = 16
 """Ranks that a program expands at once."""
+MOST_SINGLE_ROWS = 16
+"""Up to this many rows, a program of the adapters has one row, which takes no matrix instructions:
+with few rows, blocks of several are rare."""
 
 
 @triton.jit
@@ -86,101 +90,87 @@ def _by_head(
 
 
 @triton.jit
-def _of_ranks(
-    a_all, b_all, first, rank, n, d,
-    ROWS: tl.constexpr, LATENT: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """A [RANKS, latent] and B [rows, RANKS] of the ranks from `first` on; zero past the rank."""
-    r = first + tl.arange(0, RANKS)
-    is_a = (r < rank)[:, None] & (d < LATENT)[None, :]
-    a = tl.load(a_all + r[:, None] * LATENT + d[None, :], mask=is_a, other=0.0)
-    is_b = (n < ROWS)[:, None] & (r < rank)[None, :]
-    b = tl.load(b_all + n[:, None] * rank + r[None, :], mask=is_b, other=0.0)
-    return a, b
+def _times(x, y):
+    """x y in float32: of one row with ordinary instructions, of several with matrix instructions.
+    These take numbers of half precision, so float32 x is two of them, which keep 16 bits."""
+    if x.shape[0] == 1:
+        return tl.sum(tl.trans(x).to(tl.float32) * y.to(tl.float32), axis=0)[None, :]
+    high = x.to(y.dtype)
+    acc = tl.dot(high, y, input_precision="ieee")
+    if x.dtype != y.dtype:
+        acc = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def _add_absorbed(
-    q, base, out, pool, table, scalings, slots, done, count, token, head, q_row, q_head,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr,
-    ROPE: tl.constexpr, NOPE_POW: tl.constexpr, LATENT_POW: tl.constexpr, ROPE_POW: tl.constexpr,
-    RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
+def _add_low_rank(
+    x, base, out, pool, table, scalings, slot, done, count, head, start, end, x_row, x_head,
+    HEADS: tl.constexpr, K_SIZE: tl.constexpr, N_SIZE: tl.constexpr, K_POW: tl.constexpr,
+    N_POW: tl.constexpr, NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_POW: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    IS_QUERY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a token's query of one head with its rows of B, then with A; add `base` when `count`
-    tiles of it are done, and round. The rest of the query is copied."""
-    slot = tl.load(slots + token)
-    rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
+    """Multiply rows [start, end) of a slot and head with its two small matrices; add `base` when
+    `count` tiles of it are done, and round. The rest of the rows is copied."""
+    rank = tl.multiple_of(tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0).to(tl.int32), 8)
     slot = tl.maximum(slot, 0)
-    a_all = pool + tl.load(table + slot * 5)
-    b_all = pool + tl.load(table + slot * 5 + 4) + head * SIZE * rank
+    a_all = pool + tl.multiple_of(tl.load(table + slot * 5), 8)
+    b_all = pool + tl.multiple_of(tl.load(table + slot * 5 + 4), 8)
+    b_all += (head * SIZE + (0 if IS_QUERY else NOPE)) * rank
     scaling = tl.load(scalings + slot)
-    n, d = tl.arange(0, NOPE_POW), tl.arange(0, LATENT_POW)
+    row = start + tl.arange(0, ROWS)
+    k, n, r = tl.arange(0, K_POW), tl.arange(0, N_POW), tl.arange(0, RANKS)
+    is_row = (row < end)[:, None]
+    row = row.to(tl.int64)
+    from_row = x + row[:, None] * x_row + head * x_head
+    if IS_QUERY:  # B of the keys' part, then A
+        first_at, first_k, first_r, then_at, then_r, then_n = b_all, rank, 1, a_all, LATENT, 1
+    else:  # A, then B of the values' part
+        first_at, first_k, first_r, then_at, then_r, then_n = a_all, 1, LATENT, b_all, 1, rank
+    first_at += k[:, None] * first_k + r[None, :] * first_r
+    then_at += r[:, None] * then_r + n[None, :] * then_n
+    is_k, is_n = (k < K_SIZE)[:, None], (n < N_SIZE)[None, :]
     # Adapters are constant in a step, so the first ranks are requested before the rows are ready.
-    a, b = _of_ranks(a_all, b_all, 0, rank, n, d, NOPE, LATENT, RANKS)
+    first = tl.load(first_at, mask=is_k & (r < rank)[None, :], other=0.0)
+    then = tl.load(then_at, mask=is_n & (r < rank)[:, None], other=0.0)
     wait_for_inputs(DEPENDENT)
-    query = tl.load(q + token * q_row + head * q_head + n, mask=n < NOPE, other=0.0).to(tl.float32)
-    shrunk = tl.sum(query[:, None] * b.to(tl.float32), axis=0) * scaling
-    added = tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
-    for first in range(RANKS, rank, RANKS):
-        a, b = _of_ranks(a_all, b_all, first, rank, n, d, NOPE, LATENT, RANKS)
-        shrunk = tl.sum(query[:, None] * b.to(tl.float32), axis=0) * scaling
-        added += tl.sum(shrunk[:, None] * a.to(tl.float32), axis=0)
-    row = token * HEADS + head
+    rows = tl.load(from_row + k[None, :], mask=is_row & (k < K_SIZE)[None, :], other=0.0)
+    added = _times(_times(rows, first) * scaling, then)
+    for rank_at in range(RANKS, rank, RANKS):
+        is_rank = rank_at + r < rank
+        first = tl.load(first_at + rank_at * first_r, mask=is_k & is_rank[None, :], other=0.0)
+        then = tl.load(then_at + rank_at * then_r, mask=is_n & is_rank[:, None], other=0.0)
+        added += _times(_times(rows, first) * scaling, then)
+    row_head = (row * HEADS + head)[:, None]
+    is_out = is_row & is_n
     wait_for_count(done + head, count)
-    added += tl.load(base + row * LATENT + d, mask=d < LATENT, other=0.0, cache_modifier=".cg")
-    tl.store(out + row * (LATENT + ROPE) + d, added, mask=d < LATENT)
+    added += tl.load(
+        base + row_head * N_SIZE + n[None, :], mask=is_out, other=0.0, cache_modifier=".cg"
+    )
+    tl.store(out + row_head * (N_SIZE + ROPE) + n[None, :], added, mask=is_out)
     if ROPE:
-        e = tl.arange(0, ROPE_POW)
-        rest = tl.load(q + token * q_row + head * q_head + NOPE + e, mask=e < ROPE, other=0.0)
-        tl.store(out + row * (LATENT + ROPE) + LATENT + e, rest, mask=e < ROPE)
+        e = tl.arange(0, ROPE_POW)[None, :]
+        is_rest = is_row & (e < ROPE)
+        rest = tl.load(from_row + K_SIZE + e, mask=is_rest, other=0.0)
+        tl.store(out + row_head * (N_SIZE + ROPE) + N_SIZE + e, rest, mask=is_rest)
 
 
-@triton.jit
-def _add_expanded(
-    attended, base, out, pool, table, scalings, slots, done, count, token, head, x_row, x_head,
-    HEADS: tl.constexpr, NOPE: tl.constexpr, SIZE: tl.constexpr, LATENT: tl.constexpr,
-    VALUE_POW: tl.constexpr, LATENT_POW: tl.constexpr, RANKS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Multiply a token's attended latents of one head with A, then with its rows of B; add `base`
-    when `count` tiles of it are done, and round."""
-    slot = tl.load(slots + token)
-    rank = tl.load(table + slot * 5 + 1, mask=slot >= 0, other=0)
-    slot = tl.maximum(slot, 0)
-    a_all = pool + tl.load(table + slot * 5)
-    b_all = pool + tl.load(table + slot * 5 + 4) + (head * SIZE + NOPE) * rank
-    scaling = tl.load(scalings + slot)
-    n, d = tl.arange(0, VALUE_POW), tl.arange(0, LATENT_POW)
-    a, b = _of_ranks(a_all, b_all, 0, rank, n, d, SIZE - NOPE, LATENT, RANKS)
-    wait_for_inputs(DEPENDENT)
-    x = tl.load(attended + token * x_row + head * x_head + d, mask=d < LATENT, other=0.0)
-    x = x.to(tl.float32)
-    is_value = n < SIZE - NOPE
-    shrunk = tl.sum(a.to(tl.float32) * x[None, :], axis=1) * scaling
-    added = tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
-    for first in range(RANKS, rank, RANKS):
-        a, b = _of_ranks(a_all, b_all, first, rank, n, d, SIZE - NOPE, LATENT, RANKS)
-        shrunk = tl.sum(a.to(tl.float32) * x[None, :], axis=1) * scaling
-        added += tl.sum(b.to(tl.float32) * shrunk[None, :], axis=1)
-    at = (token * HEADS + head) * (SIZE - NOPE) + n
-    wait_for_count(done + head, count)
-    added += tl.load(base + at, mask=is_value, other=0.0, cache_modifier=".cg")
-    tl.store(out + at, added, mask=is_value)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "num_tile_rows", "num_programs"])
 def _by_head_with_adapters(
-    x, weight, base, out, pool, table, scalings, slots, done, num_rows, num_blocks, x_row, x_head,
-    w_head, w_k, w_n, base_row, base_head,
+    x, weight, base, out, pool, table, scalings, slots, blocks, num_blocks, done, num_rows,
+    num_tile_rows, num_programs, x_row, x_head, w_head, w_k, w_n, base_row, base_head,
     HEADS: tl.constexpr, NUM_TILES: tl.constexpr, K_SIZE: tl.constexpr, N_SIZE: tl.constexpr,
     K_POW: tl.constexpr, N_POW: tl.constexpr, NOPE: tl.constexpr, SIZE: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_POW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, RANKS: tl.constexpr, IS_QUERY: tl.constexpr, DEPENDENT: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, ROPE_POW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
+    IS_QUERY: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The products of all heads in `base`, and by further programs what adapters add to them.
-    `done` counts each head's programs and is zero again at the end."""
+    """The products of all heads in `base`, and by further programs what adapters add to them: each
+    takes a row, or blocks of rows of one adapter, for one head. `done` counts each head's programs
+    and is zero again at the end."""
     let_next_begin(DEPENDENT)
     program = tl.program_id(0)
-    count = NUM_TILES * num_blocks
+    count = NUM_TILES * num_tile_rows
     if program < HEADS * count:
         head = program // NUM_TILES % HEADS
         _tile(
@@ -193,18 +183,30 @@ def _by_head_with_adapters(
         return
     program -= HEADS * count
     head = program % HEADS
-    token = (program // HEADS).to(tl.int64)
-    if IS_QUERY:
-        _add_absorbed(
-            x, base, out, pool, table, scalings, slots, done, count, token, head, x_row, x_head,
-            HEADS, NOPE, SIZE, N_SIZE, ROPE, K_POW, N_POW, ROPE_POW, RANKS, DEPENDENT,
+    program = program // HEADS
+    num_used = num_programs
+    if ROWS > 1:
+        # A graph has programs for more blocks than a step may have. These must not be counted:
+        # they wait for no tile, and others would take them for tiles.
+        num_used = tl.minimum(num_programs, tl.load(num_blocks))
+        if program >= num_used:
+            return
+    if ROWS == 1:
+        _add_low_rank(
+            x, base, out, pool, table, scalings, tl.load(slots + program), done, count, head,
+            program, program + 1, x_row, x_head, HEADS, K_SIZE, N_SIZE, K_POW, N_POW, NOPE, SIZE,
+            LATENT, ROPE, ROPE_POW, ROWS, RANKS, IS_QUERY, DEPENDENT,
         )  # fmt: skip
     else:
-        _add_expanded(
-            x, base, out, pool, table, scalings, slots, done, count, token, head, x_row, x_head,
-            HEADS, NOPE, SIZE, K_SIZE, N_POW, K_POW, RANKS, DEPENDENT,
-        )  # fmt: skip
-    if tl.atomic_add(done + head, 1, sem="relaxed") == count + num_rows - 1:
+        for block in range(program, tl.load(num_blocks), num_programs):
+            start, num_own, slot = block_at(blocks, block)
+            for first in range(start, start + num_own, ROWS):
+                _add_low_rank(
+                    x, base, out, pool, table, scalings, slot, done, count, head, first,
+                    start + num_own, x_row, x_head, HEADS, K_SIZE, N_SIZE, K_POW, N_POW, NOPE,
+                    SIZE, LATENT, ROPE, ROPE_POW, ROWS, RANKS, IS_QUERY, DEPENDENT,
+                )  # fmt: skip
+    if tl.atomic_add(done + head, 1, sem="relaxed") == count + num_used - 1:
         tl.store(done + head, 0)
 
 
@@ -220,12 +222,18 @@ def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapter
 
 
 def expand_values(
-    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+    attended: Tensor,
+    weight: Tensor,
+    nope: int,
+    adapters: LatentAdapters | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent], in `out` if given."""
     num_tokens, heads, latent = attended.shape
     value = weight.shape[1] - nope
-    out = torch.empty(num_tokens, heads, value, dtype=attended.dtype, device=attended.device)
+    if out is None:
+        out = attended.new_empty(num_tokens, heads, value)
+    assert out.is_contiguous()
     _multiply(attended, weight, out, (latent, value), 0, nope, adapters, is_query=False)
     return out
 
@@ -258,12 +266,16 @@ def _multiply(
             REST_POW=padded(rope), **constants,
         )  # fmt: skip
         return
-    site = adapters.site
+    site, lora = adapters.site, adapters.rows
+    rows_each, num_programs = LEAST, lora.num_programs
+    if num_rows <= MOST_SINGLE_ROWS:
+        rows_each, num_programs = 1, num_rows
     base = torch.empty(num_rows, heads, n_size, dtype=torch.float32, device=x.device)
-    _by_head_with_adapters[(heads * (num_tiles * num_blocks + num_rows),)](
-        x, own, base, out, site.pool, site.table, site.scalings, adapters.rows.slots,
-        counters(x.device), num_rows, num_blocks, *x.stride()[:2], w_head, *steps,
-        *base.stride()[:2], HEADS=heads, NUM_TILES=num_tiles, K_POW=padded(k_size),
-        N_POW=padded(n_size), NOPE=nope, SIZE=weight.shape[1], ROPE=rope, ROPE_POW=padded(rope),
-        RANKS=RANKS, IS_QUERY=is_query, **constants,
+    _by_head_with_adapters[(heads * (num_tiles * num_blocks + num_programs),)](
+        x, own, base, out, site.pool, site.table, site.scalings, lora.slots, lora.blocks,
+        lora.num_blocks, counters(x.device), num_rows, num_blocks, num_programs,
+        *x.stride()[:2], w_head, *steps, *base.stride()[:2], HEADS=heads, NUM_TILES=num_tiles,
+        K_POW=padded(k_size, LEAST), N_POW=padded(n_size, LEAST), NOPE=nope, SIZE=weight.shape[1],
+        LATENT=weight.shape[2], ROPE=rope, ROPE_POW=padded(rope), ROWS=rows_each, RANKS=RANKS,
+        IS_QUERY=is_query, **constants,
     )  # fmt: skip

@@ -6,6 +6,7 @@ On a Hopper GPU the sizes of DeepSeek's models go through `triton_hopper.py` and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -207,13 +208,20 @@ def reference_piece(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> tuple[T
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("sizes", "times"), [((NOPE, V, LATENT, HEADS), 1), ((32, 48, 160, 5), 1), ((16, 8, 24, 2), 12)]
+    ("sizes", "times"),
+    [
+        ((NOPE, V, LATENT, HEADS), 1),
+        ((32, 48, 160, 5), 1),
+        ((32, 48, 160, 5), 4),
+        ((16, 8, 24, 2), 12),
+    ],
 )
 def test_f07_absorbed_products_with_every_adapter(
     sizes: tuple[int, int, int, int], times: int, dtype: torch.dtype
 ) -> None:
     """F07: of rows without an adapter, with one that leaves `kv_b_proj` alone, and with others; of
-    more rows than one tile has. The counters are as they were."""
+    more rows than one tile has; in a graph, which has programs for more blocks. The counters are as
+    they were."""
     nope, v, latent, heads = sizes
     site = make_site(latent, (heads * (nope + v),), [(8,), (0,), (24,)], dtype)
     slots = [-1, 0, 0, 1, 2, -1] * times
@@ -221,7 +229,11 @@ def test_f07_absorbed_products_with_every_adapter(
     weight = randn(heads, nope + v, latent, dtype=dtype, seed=3) * latent**-0.5
     q = randn(len(slots), heads, nope + ROPE, dtype=dtype)
     attended = randn(len(slots), heads, latent, dtype=dtype, seed=5)
-    for own in (None, *[LatentAdapters(site, rows)] * 2):
+    blocks = torch.full((rows.max_blocks + 40, 3), 2**30, dtype=torch.int32, device=DEVICE)
+    blocks[: rows.max_blocks] = rows.blocks
+    captured = replace(rows, blocks=blocks, max_blocks=len(blocks))
+    assert captured.num_programs > rows.max_blocks or times != 4
+    for own in (None, LatentAdapters(site, captured), LatentAdapters(site, rows)):
         for ours, naive in (
             (fast.absorb_queries, reference.absorb_queries),
             (fast.expand_values, reference.expand_values),

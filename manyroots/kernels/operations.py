@@ -183,14 +183,25 @@ class LatentOps(Protocol):
         is_interleaved: bool,
     ) -> Tensor: ...
     def expand_values(
-        self, attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+        self,
+        attended: Tensor,
+        weight: Tensor,
+        nope: int,
+        adapters: LatentAdapters | None,
+        out: Tensor | None = None,
     ) -> Tensor: ...
     def latent_read(
         self, pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype
     ) -> Tensor: ...
     def join_keys(self, own: Tensor, shared: Tensor) -> Tensor: ...
     def attend_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        piece: KeyPiece,
+        scale: float,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def merge(
         self, out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor

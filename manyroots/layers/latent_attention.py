@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from manyroots.kernels.compressed.step import ChosenStep, RowsStep
@@ -201,15 +200,17 @@ class LatentAttention:
     def _attended(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
         """[tokens, heads, value_dim]"""
         prompts, count = latents.prompts, latents.num_decodes
+        out = q.new_empty(len(q), self._spec.num_heads, self._spec.value_dim)
         if prompts is None or self._spec.prefers_latents(
             len(q) - count, int(prompts.context_lens.sum()), prompts.num_seen
         ):
-            return self._to_latents(q, pages, *latents.every_row, self._adapters(step.lora))
-        expanded = self._to_keys(q[count:], pages, latents, step)
-        if not count:
-            return expanded
-        adapters = self._adapters(latents.lora_of_decodes(step.lora))
-        return torch.cat((self._to_latents(q[:count], pages, *latents.decodes, adapters), expanded))
+            self._to_latents(q, pages, *latents.every_row, self._adapters(step.lora), out)
+            return out
+        if count:
+            adapters = self._adapters(latents.lora_of_decodes(step.lora))
+            self._to_latents(q[:count], pages, *latents.decodes, adapters, out[:count])
+        self._to_keys(q[count:], pages, latents, step, out[count:])
+        return out
 
     def _to_latents(
         self,
@@ -218,32 +219,35 @@ class LatentAttention:
         page_table: Tensor,
         lengths: Tensor,
         adapters: LatentAdapters | None,
-    ) -> Tensor:
+        out: Tensor,
+    ) -> None:
         """A row for each token, with `kv_b_proj` absorbed."""
         spec, kernels, weight = self._spec, self._kernels.latent, self._by_head
         queries = kernels.absorb_queries(q, weight, spec.nope, adapters)
         attended = kernels.latent_decode(
             queries, pages, page_table, lengths, spec.scale, spec.memory.latent
         )
-        return kernels.expand_values(attended, weight, spec.nope, adapters)
+        kernels.expand_values(attended, weight, spec.nope, adapters, out)
 
-    def _to_keys(self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step) -> Tensor:
+    def _to_keys(
+        self, q: Tensor, pages: Tensor, latents: LatentStep, step: Step, out: Tensor
+    ) -> None:
         """Attend from prompts to keys and values that are expanded piece by piece."""
         kernels, spec = self._kernels.latent, self._spec
-        found: list[Tensor] = []
         before: slice | None = None
-        sums = None
+        merged = sums = None
         for place, piece in enumerate(latents.pieces):
             k, v = self._expanded(piece, pages, latents.lora_of_keys(step.lora, place))
-            out, own = kernels.attend_piece(q[piece.tokens], k, v, piece.piece, spec.scale)
+            queries, to = q[piece.tokens], out[piece.tokens]
             if piece.tokens != before:
-                found.append(out)
-                before, sums = piece.tokens, own
+                _, sums = kernels.attend_piece(queries, k, v, piece.piece, spec.scale, to)
+                before, merged = piece.tokens, None
                 continue
             assert sums is not None
-            found[-1], sums = kernels.merge(found[-1].float(), sums, out, own)
-        whole = [out.to(q.dtype) for out in found]
-        return whole[0] if len(whole) == 1 else torch.cat(whole)
+            merged = to.float() if merged is None else merged
+            further, own = kernels.attend_piece(queries, k, v, piece.piece, spec.scale)
+            merged, sums = kernels.merge(merged, sums, further, own)
+            to.copy_(merged)
 
     def _expanded(
         self, piece: ExpandedPiece, pages: Tensor, lora: LoraRows | None

@@ -36,8 +36,8 @@ def latent_write(
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
     row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
     last part rotated in the same way, in `dtype` (None: unchanged). Partial sums of both have one
-    more dimension, the first. `is_interleaved`: whether the two coordinates of a pair are adjacent
-    in the input; outputs have them in two halves."""
+    more dimension, the first. Other sets may rotate q in place. `is_interleaved`: whether the two
+    coordinates of a pair are adjacent in the input; outputs have them in two halves."""
     dtype = dtype or q.dtype
     q = q.float() if q.dim() == 3 else q.float().sum(0)
     kv = kv.float() if kv.dim() == 2 else kv.float().sum(0)
@@ -88,9 +88,13 @@ def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapter
 
 
 def expand_values(
-    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+    attended: Tensor,
+    weight: Tensor,
+    nope: int,
+    adapters: LatentAdapters | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent], in `out` if given."""
     tokens = []
     for token, own in enumerate(attended.float()):
         pair = _pair(adapters, token, weight)
@@ -102,7 +106,11 @@ def expand_values(
                 values = values + b[head, nope:] @ (a @ latents)
             heads.append(values)
         tokens.append(torch.stack(heads))
-    return torch.stack(tokens).to(attended.dtype)
+    return _put(torch.stack(tokens).to(attended.dtype), out)
+
+
+def _put(values: Tensor, out: Tensor | None) -> Tensor:
+    return values if out is None else out.copy_(values)
 
 
 def _pair(
@@ -203,12 +211,13 @@ def join_keys(own: Tensor, shared: Tensor) -> Tensor:
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries [tokens, heads, key dim] to a piece of keys [keys, heads, key dim] and
-    values [keys, heads, value dim]. Returns [tokens, heads, value dim], and logarithms of the sums
-    of exponentials, float32 [tokens, heads]. A query that sees no key gives 0 and -inf."""
-    out = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
+    values [keys, heads, value dim]. Returns [tokens, heads, value dim], in `out` if given, and
+    logarithms of the sums of exponentials, float32 [tokens, heads]. A query that sees no key gives
+    0 and -inf."""
+    attended = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
     sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
     query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()
     for seq, first_seen in enumerate(piece.first_seen.tolist()):
@@ -220,8 +229,8 @@ def attend_piece(
             for head in range(q.shape[1]):
                 scores = k[begin:last, head].float() @ q[token, head].float() * scale
                 sums[token, head] = scores.logsumexp(0)
-                out[token, head] = scores.softmax(0) @ v[begin:last, head].float()
-    return out.to(q.dtype), sums
+                attended[token, head] = scores.softmax(0) @ v[begin:last, head].float()
+    return _put(attended.to(q.dtype), out), sums
 
 
 def merge(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> tuple[Tensor, Tensor]:

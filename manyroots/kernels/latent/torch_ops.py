@@ -107,9 +107,13 @@ def absorb_queries(q: Tensor, weight: Tensor, nope: int, adapters: LatentAdapter
 
 
 def expand_values(
-    attended: Tensor, weight: Tensor, nope: int, adapters: LatentAdapters | None
+    attended: Tensor,
+    weight: Tensor,
+    nope: int,
+    adapters: LatentAdapters | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Values [tokens, heads, v] of attended latents [tokens, heads, latent]."""
+    """Values [tokens, heads, v] of attended latents [tokens, heads, latent], in `out` if given."""
     by_head = attended.transpose(0, 1)
     values = torch.bmm(by_head, weight[:, nope:].transpose(1, 2))
     for run in _runs(adapters):
@@ -119,7 +123,8 @@ def expand_values(
         [part] = low.parts
         b = part.b.view(low.rank, weight.shape[0], -1)[..., nope:].transpose(0, 1)
         values[:, run.tokens] += torch.bmm(torch.matmul(by_head[:, run.tokens], low.a.t()), b)
-    return values.transpose(0, 1)
+    values = values.transpose(0, 1)
+    return values if out is None else out.copy_(values)
 
 
 def _runs(adapters: LatentAdapters | None) -> tuple[Run, ...]:
@@ -220,12 +225,14 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries [tokens, heads, key dim] to a piece of keys and values; also returns
     logarithms of the sums of exponentials. Takes blocks of queries to bound the memory of
     scores."""
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    if out is None:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+    out.zero_()
     sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
     query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()
     for seq, first_seen in enumerate(piece.first_seen.tolist()):

@@ -354,7 +354,8 @@ def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
         is_hopper(q.device)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
         and (q.shape[2], v.shape[2]) in SIZES
-        and q.is_contiguous()
+        and q.stride()[1:] == (q.shape[2], 1)
+        and q.stride(0) % 8 == 0
         and k.is_contiguous()
         and v.stride(2) == 1
         and v.stride(0) % 8 == v.stride(1) % 8 == 0
@@ -364,13 +365,14 @@ def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float
+    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries to a piece of keys and values; also returns logarithms of the sums of
     exponentials."""
     num_tokens, num_heads, key_dim = q.shape
     sizes = SIZES[key_dim, v.shape[2]]
-    out = torch.empty(num_tokens, num_heads, sizes.value, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, sizes.value)
     sums = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=q.device)
     num_seqs = piece.first_seen.shape[0]
     num_blocks = -(-piece.max_queries // BLOCK_Q)
@@ -389,7 +391,7 @@ def descriptors(q: Tensor, k: Tensor, v: Tensor, sizes: TileSizes) -> list[objec
     numbers, and boxes of one head's."""
     width = q.shape[1] * (sizes.wide + sizes.narrow)
     found: list[object] = [
-        _describe(tensor, tensor.shape[0], width, width, (rows, columns))
+        _describe(tensor, tensor.shape[0], width, tensor.stride(0), (rows, columns))
         for tensor, rows in ((q, HALF.value), (k, sizes.tokens))
         for columns in (sizes.wide, sizes.narrow or sizes.wide)
     ]

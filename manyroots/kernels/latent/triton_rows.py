@@ -123,8 +123,8 @@ def _write(
 @triton.jit
 def _rope_write(
     q, kv, cos, sin, weight, pages, scales, page_of, offset_of, out, eps, q_split, q_row, q_head,
-    kv_split, kv_row, page_stride, token_stride, scale_start,
-    Q_SPLITS: tl.constexpr, KV_SPLITS: tl.constexpr,
+    kv_split, kv_row, out_row, page_stride, token_stride, scale_start,
+    Q_SPLITS: tl.constexpr, KV_SPLITS: tl.constexpr, IN_PLACE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     PLAIN: tl.constexpr, PLAIN_POW: tl.constexpr, LATENT_POW: tl.constexpr,
     ROPE_POW: tl.constexpr, PAIRS: tl.constexpr, PAIRS_POW: tl.constexpr, HEADS: tl.constexpr,
@@ -143,17 +143,20 @@ def _rope_write(
         head = (tl.program_id(0) - 1) * HEADS + tl.arange(0, HEADS)
         is_head = (head < NUM_HEADS)[:, None]
         source = q + token.to(tl.int64) * q_row + head * q_head
-        to = out + (token.to(tl.int64) * NUM_HEADS + head) * (NOPE + ROPE)
-        d = tl.arange(0, PLAIN_POW)
-        is_plain = is_head & (d < PLAIN)[None, :]
-        x = _added_up(source[:, None] + d[None, :], is_plain, q_split, Q_SPLITS)
-        tl.store(to[:, None] + d[None, :], x, mask=is_plain)
+        to = out + token.to(tl.int64) * out_row + head * (NOPE + ROPE)
+        if not IN_PLACE:
+            d = tl.arange(0, PLAIN_POW)
+            is_plain = is_head & (d < PLAIN)[None, :]
+            x = _added_up(source[:, None] + d[None, :], is_plain, q_split, Q_SPLITS)
+            tl.store(to[:, None] + d[None, :], x, mask=is_plain)
         if PAIRS:
             e = tl.arange(0, PAIRS_POW)
             is_pair = is_head & (e < PAIRS)[None, :]
             a, b = rotated_pairs(
                 source + NOPE, q_split, e, is_pair, cos, sin, token, Q_SPLITS, PAIRS, INTERLEAVED
             )
+            if IN_PLACE:
+                tl.debug_barrier()  # every thread has read
             tl.store(to[:, None] + NOPE + e[None, :], a, mask=is_pair)
             tl.store(to[:, None] + NOPE + PAIRS + e[None, :], b, mask=is_pair)
 
@@ -172,20 +175,26 @@ def latent_write(
     """Normalise the latents in kv [tokens, latent + rope], rotate the rest, and write both as one
     row into pages [num_pages, page_size, width]. Returns q [tokens, heads, nope + rope] with its
     last part rotated in the same way, in `dtype` (None: unchanged). Partial sums of both have one
-    more dimension, the first."""
+    more dimension, the first. Rotates in place where that suffices."""
+    dtype = dtype or q.dtype
+    whole = q
     q = q if q.dim() == 4 else q[None]
     kv = as_splits(kv)
     num_tokens, heads, size = q.shape[1:]
     latent = norm.weight.shape[0]
     rope = kv.shape[2] - latent
     pairs = angles.cos.shape[1]
-    out = torch.empty(num_tokens, heads, size, dtype=dtype or q.dtype, device=q.device)
+    is_in_place = whole.dim() == 3 and whole.dtype == dtype and whole.stride()[1:] == (size, 1)
+    out = whole
+    if not is_in_place:
+        out = torch.empty(num_tokens, heads, size, dtype=dtype, device=q.device)
     numbers, scales, scale_start = numbers_of(pages)
     plain = size - rope if pairs else size
     _rope_write[(1 + -(-heads // HEADS), num_tokens)](
         q, kv, angles.cos, angles.sin, norm.weight, numbers, scales, slot_mapping.pages,
-        slot_mapping.offsets, out, norm.eps, *q.stride()[:3], *kv.stride()[:2], *pages.stride()[:2],
-        scale_start, Q_SPLITS=q.shape[0], KV_SPLITS=kv.shape[0],
+        slot_mapping.offsets, out, norm.eps, *q.stride()[:3], *kv.stride()[:2], out.stride(0),
+        *pages.stride()[:2], scale_start, Q_SPLITS=q.shape[0], KV_SPLITS=kv.shape[0],
+        IN_PLACE=is_in_place,
         NUM_HEADS=heads, NOPE=size - rope, LATENT=latent, ROPE=rope, PLAIN=plain,
         PLAIN_POW=padded(plain), LATENT_POW=padded(latent), ROPE_POW=padded(rope), PAIRS=pairs,
         PAIRS_POW=padded(pairs), HEADS=HEADS, INTERLEAVED=is_interleaved,

@@ -110,6 +110,7 @@ def test_f07_latents_are_normalised_rotated_written_and_read(
         kernels.latent_write(q, kv, angles, norm, pages, mapping, is_interleaved=is_interleaved)
         for kernels, pages in zip((reference, fast), both, strict=True)
     )
+    assert ours.data_ptr() == q.data_ptr()
     assert_close("rotary", ours, naive, dtype)
     at = torch.arange(3 * page, device=DEVICE)
     read = [reference.latent_read(pages, at, LATENT, ROPE, torch.float32) for pages in both]

@@ -21,7 +21,7 @@ from manyroots.bench.kernel_attention import Pages, Sequences, randn, spread_out
 from manyroots.bench.kernel_times import KernelCase, measured
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.latent import reference
-from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.inputs import KeyPiece, SplitKeys
 from manyroots.layers.spec import LatentSpec
 
 FEW_CHECKED = 4
@@ -83,8 +83,9 @@ def measure_latent_prompts(
     heads, key_dim = spec.num_heads, spec.nope + spec.memory.rope
     generator = torch.Generator(device).manual_seed(1)
     q = randn(generator, num_queries, heads, key_dim, dtype=dtype)
-    k = randn(generator, num_keys, heads, key_dim, dtype=dtype)
-    v = randn(generator, num_keys, heads, spec.value_dim, dtype=dtype)
+    both = randn(generator, num_keys, heads, spec.nope + spec.value_dim, dtype=dtype)
+    shared = randn(generator, num_keys, spec.memory.rope, dtype=dtype)
+    own, v = both[..., : spec.nope], both[..., spec.nope :]
     piece = KeyPiece(
         int32(0, *accumulate(counts.tolist()), device=device),
         int32(0, *accumulate(lens.tolist()), device=device),
@@ -94,23 +95,29 @@ def measure_latent_prompts(
     num_pairs = int((counts * (counts + 1) // 2 + counts * sequences.before).sum()) * heads
     case = KernelCase(
         part="prompts", name="latents", rows=sequences.text, way="ours",
-        num_bytes=sum(x.numel() * x.element_size() for x in (q, k, v)),
+        num_bytes=sum(x.numel() * x.element_size() for x in (q, both, shared)),
         num_flops=2.0 * num_pairs * (key_dim + spec.value_dim), tolerance="attention",
     )  # fmt: skip
 
     def make() -> list[Callable[[], Tensor]]:
-        return [lambda: kernels.latent.attend_piece(q, k, v, piece, spec.scale)[0]]
+        return [
+            lambda: kernels.latent.attend_piece(q, SplitKeys(own, shared), v, piece, spec.scale)[0]
+        ]
 
     def compare(out: Tensor) -> tuple[Tensor, Tensor]:
         """The last queries of the first prompt, which see the most."""
         count, length = int(counts[0]), int(lens[0])
         few = min(FEW_CHECKED, count)
-        own = KeyPiece(
+        last = KeyPiece(
             int32(0, few, device=device), int32(0, length, device=device),
             int32(length - few, device=device), few,
         )  # fmt: skip
         right, _ = reference.attend_piece(
-            q[count - few : count], k[:length], v[:length], own, spec.scale
+            q[count - few : count],
+            SplitKeys(own[:length], shared[:length]),
+            v[:length],
+            last,
+            spec.scale,
         )
         return out[count - few : count], right
 

@@ -24,7 +24,13 @@ from manyroots.kernels.fused_moe.adapters import ExpertAdapters
 from manyroots.kernels.fused_moe.routing import ExpertGroups, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertWeights
 from manyroots.kernels.hyper.inputs import HyperRead, HyperWeights, ReadNorm
-from manyroots.kernels.latent.inputs import IndexNorm, KeyPiece, LatentAdapters, LatentNorm
+from manyroots.kernels.latent.inputs import (
+    IndexNorm,
+    KeyPiece,
+    LatentAdapters,
+    LatentNorm,
+    SplitKeys,
+)
 from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.mamba.inputs import MambaSteps
@@ -192,12 +198,11 @@ class LatentOps(Protocol):
     ) -> Tensor: ...
     def latent_read(
         self, pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype
-    ) -> Tensor: ...
-    def join_keys(self, own: Tensor, shared: Tensor) -> Tensor: ...
+    ) -> tuple[Tensor, Tensor]: ...
     def attend_piece(
         self,
         q: Tensor,
-        k: Tensor,
+        keys: SplitKeys,
         v: Tensor,
         piece: KeyPiece,
         scale: float,

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from manyroots.kernels.compressed.step import ChosenStep, RowsStep
-from manyroots.kernels.latent.inputs import IndexNorm, LatentAdapters, LatentNorm
+from manyroots.kernels.latent.inputs import IndexNorm, LatentAdapters, LatentNorm, SplitKeys
 from manyroots.kernels.latent.step import ExpandedPiece, LatentStep
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
@@ -251,17 +251,15 @@ class LatentAttention:
 
     def _expanded(
         self, piece: ExpandedPiece, pages: Tensor, lora: LoraRows | None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys [keys, heads, nope + rope] and values [keys, heads, value_dim]."""
+    ) -> tuple[SplitKeys, Tensor]:
+        """Keys, and values [keys, heads, value_dim]."""
         spec, memory = self._spec, self._spec.memory
-        rows = self._kernels.latent.latent_read(
+        latents, rotated = self._kernels.latent.latent_read(
             pages, piece.slots, memory.latent, memory.rope, self._dtype
         )
-        latents, rotated = rows[:, : memory.latent], rows[:, memory.latent :]
-        both = self.kv_b.of(latents.contiguous(), lora).finished(self._kernels).to(self._dtype)
+        both = self.kv_b.of(latents, lora).finished(self._kernels).to(self._dtype)
         both = both.view(len(both), spec.num_heads, -1)
-        keys = self._kernels.latent.join_keys(both[..., : spec.nope], rotated)
-        return keys, both[..., spec.nope :]
+        return SplitKeys(both[..., : spec.nope], rotated), both[..., spec.nope :]
 
     @property
     def _by_head(self) -> Tensor:

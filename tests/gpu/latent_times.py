@@ -28,7 +28,7 @@ from manyroots.kernels.latent import (
     triton_hopper_prompt,
     triton_prompt,
 )
-from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.inputs import KeyPiece, SplitKeys
 from manyroots.kernels.latent.triton_hopper import DecodeWay
 
 LATENT, ROPE = 512, 64
@@ -181,8 +181,10 @@ class PromptCase:
     def _make(self) -> tuple[tuple[Any, ...], int]:
         lens = ROWS[self.rows]
         total = sum(lens)
-        q, k = (randn(total, self.heads, self.dims[0], seed=seed) for seed in (4, 5))
-        v = randn(total, self.heads, 128 + self.dims[1], seed=6)[..., 128:]
+        nope = self.dims[0] - ROPE
+        q = randn(total, self.heads, self.dims[0], seed=4)
+        both = randn(total, self.heads, nope + self.dims[1], seed=6)
+        k, v = SplitKeys(both[..., :nope], randn(total, ROPE, seed=5)), both[..., nope:]
         starts = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=GPU)
         seen = torch.zeros(len(lens), dtype=torch.int32, device=GPU)
         piece = KeyPiece(starts, starts, seen, max(lens))
@@ -196,7 +198,7 @@ class PromptCase:
         out, sums = attend(*arguments)
         torch.use_deterministic_algorithms(False)
         right_out, right_sums = torch_ops.attend_piece(
-            q.float(), k.float(), v.float(), piece, SCALE
+            q.float(), SplitKeys(k.own.float(), k.shared.float()), v.float(), piece, SCALE
         )
         errors = off(out, right_out), off(sums, right_sums)
         assert max(errors) < ALLOWED, f"off {errors}"

@@ -47,7 +47,6 @@ HYBRIDS = {
         "latent.latent_decode",
         "latent.expand_values",
         "latent.latent_read",
-        "latent.join_keys",
         "latent.attend_piece",
     ),
     "glm-moe-dsa": ("latent.index_write",),

@@ -46,6 +46,16 @@ class LatentAdapters:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitKeys:
+    """Expanded keys in the two parts that they are computed in."""
+
+    own: Tensor
+    """[keys, heads, nope]: each head's own part."""
+    shared: Tensor
+    """[keys, rope]: what comes after it, the same for all heads."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeyPiece:
     """Sequences' queries, and a piece of each sequence's keys. Both are ordered by sequence."""
 

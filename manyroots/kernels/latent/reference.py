@@ -15,6 +15,7 @@ from manyroots.kernels.latent.inputs import (
     KeyPiece,
     LatentAdapters,
     LatentNorm,
+    SplitKeys,
     as_fp8_rows,
     from_fp8_rows,
 )
@@ -146,7 +147,7 @@ def latent_decode(
             continue
         at = torch.arange(length, device=queries.device)
         slots = page_table[row, at // page_size].long() * page_size + at % page_size
-        keys = latent_read(pages, slots, latent, width - latent, torch.float32)
+        keys = read_rows(pages, slots, latent, width - latent, torch.float32)
         weights = (queries[row].float() @ keys.t() * scale).softmax(-1)
         out[row] = weights @ keys[:, :latent]
     return out.to(queries.dtype)
@@ -160,7 +161,7 @@ def attend_chosen(
     width = queries.shape[2]
     out = torch.zeros(*queries.shape[:2], latent, device=queries.device)
     for row, own in enumerate(slots):
-        keys = latent_read(pages, own[own >= 0], latent, width - latent, torch.float32)
+        keys = read_rows(pages, own[own >= 0], latent, width - latent, torch.float32)
         if len(keys):
             weights = (queries[row].float() @ keys.t() * scale).softmax(-1)
             out[row] = weights @ keys[:, :latent]
@@ -195,8 +196,17 @@ def index_write(
     return both[:, :-1].to(q.dtype)
 
 
-def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
+def latent_read(
+    pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The latents [keys, latent] and rotated parts [keys, rope] of tokens at `slots` (page *
+    page_size + offset)."""
+    rows = read_rows(pages, slots, latent, rope, dtype)
+    return rows[:, :latent].contiguous(), rows[:, latent:].contiguous()
+
+
+def read_rows(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
+    """Both as rows [keys, latent + rope]."""
     page_size = pages.shape[1]
     found = pages[slots // page_size, slots % page_size]
     if pages.dtype is torch.uint8:
@@ -204,19 +214,19 @@ def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: tor
     return found.to(dtype)
 
 
-def join_keys(own: Tensor, shared: Tensor) -> Tensor:
-    """Keys [keys, heads, nope + rope]: each head's own part [keys, heads, nope] and the part that
-    all heads share [keys, rope]."""
+def join_keys(keys: SplitKeys) -> Tensor:
+    """Keys [keys, heads, nope + rope]."""
+    own, shared = keys.own, keys.shared
     return torch.cat((own, shared[:, None].expand(-1, own.shape[1], -1)), dim=2)
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
+    q: Tensor, keys: SplitKeys, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend with queries [tokens, heads, key dim] to a piece of keys [keys, heads, key dim] and
-    values [keys, heads, value dim]. Returns [tokens, heads, value dim], in `out` if given, and
-    logarithms of the sums of exponentials, float32 [tokens, heads]. A query that sees no key gives
-    0 and -inf."""
+    """Attend with queries [tokens, heads, key dim] to a piece of keys and values [keys, heads,
+    value dim]. Returns [tokens, heads, value dim], in `out` if given, and logarithms of the sums of
+    exponentials, float32 [tokens, heads]. A query that sees no key gives 0 and -inf."""
+    k = join_keys(keys)
     attended = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
     sums = torch.full(q.shape[:2], -torch.inf, device=q.device)
     query_starts, key_starts = piece.query_starts.tolist(), piece.key_starts.tolist()

@@ -16,10 +16,10 @@ from manyroots.kernels.latent.inputs import (
     KeyPiece,
     LatentAdapters,
     LatentNorm,
+    SplitKeys,
     as_fp8_rows,
-    from_fp8_rows,
 )
-from manyroots.kernels.latent.reference import join_keys, merge
+from manyroots.kernels.latent.reference import join_keys, latent_read, merge, read_rows
 from manyroots.kernels.lora_ops.batch import Run
 from manyroots.kernels.norm.torch_ops import rms_norm
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
@@ -31,7 +31,6 @@ __all__ = [
     "attend_piece",
     "expand_values",
     "index_write",
-    "join_keys",
     "latent_decode",
     "latent_read",
     "latent_write",
@@ -151,7 +150,7 @@ def latent_decode(
         is_seen = at < own
         at = torch.where(is_seen, at, 0)
         slots = page_table[rows].gather(1, at // page_size) * page_size + at % page_size
-        keys = latent_read(pages, slots.flatten(), latent, width - latent, queries.dtype)
+        keys = read_rows(pages, slots.flatten(), latent, width - latent, queries.dtype)
         keys = keys.view(last - first, 1, -1, width)
         mask = is_seen[:, None, None] if longest[first] != longest[last - 1] else None
         attended = F.scaled_dot_product_attention(
@@ -179,7 +178,7 @@ def attend_chosen(
         is_seen = own >= 0
         # A row's first slot stands for those that it lacks: what other pages hold is never read.
         own = torch.where(is_seen, own, own[:, :1].clamp(min=0))
-        keys = latent_read(pages, own.flatten(), latent, width - latent, queries.dtype)
+        keys = read_rows(pages, own.flatten(), latent, width - latent, queries.dtype)
         keys = keys.view(len(own), 1, most, width)
         is_some = is_seen.any(1)
         mask = (is_seen | ~is_some[:, None])[:, None, None]
@@ -215,21 +214,13 @@ def index_write(
     return both[:, :-1]
 
 
-def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
-    page_size = pages.shape[1]
-    found = pages[slots // page_size, slots % page_size]
-    if pages.dtype is torch.uint8:
-        return from_fp8_rows(found, latent + rope, latent, dtype)
-    return found.to(dtype)
-
-
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
+    q: Tensor, keys: SplitKeys, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries [tokens, heads, key dim] to a piece of keys and values; also returns
     logarithms of the sums of exponentials. Takes blocks of queries to bound the memory of
     scores."""
+    k = join_keys(keys)
     if out is None:
         out = q.new_empty(*q.shape[:2], v.shape[2])
     out.zero_()
@@ -246,8 +237,8 @@ def attend_piece(
             num_seen = min(end - begin, first_seen + rows.stop - first)
             if num_seen <= 0:
                 continue
-            keys = slice(begin, begin + num_seen)
-            scores = torch.matmul(q[rows].transpose(0, 1), k[keys].permute(1, 2, 0)).float()
+            seen_keys = slice(begin, begin + num_seen)
+            scores = torch.matmul(q[rows].transpose(0, 1), k[seen_keys].permute(1, 2, 0)).float()
             scores *= scale
             seen = torch.arange(rows.start, rows.stop, device=q.device) - first + first_seen
             hidden = torch.arange(num_seen, device=q.device) > seen[:, None]
@@ -255,5 +246,5 @@ def attend_piece(
             total = scores.logsumexp(-1)
             sums[rows] = total.t()
             weights = torch.exp(scores - total.clamp(min=-1e30)[..., None]).to(v.dtype)
-            out[rows] = torch.matmul(weights, v[keys].transpose(0, 1)).transpose(0, 1)
+            out[rows] = torch.matmul(weights, v[seen_keys].transpose(0, 1)).transpose(0, 1)
     return out, sums

@@ -6,7 +6,7 @@ from manyroots.kernels.latent.triton_decode import attend_chosen, latent_decode
 from manyroots.kernels.latent.triton_index import index_write
 from manyroots.kernels.latent.triton_products import absorb_queries, expand_values
 from manyroots.kernels.latent.triton_prompt import attend_piece, merge
-from manyroots.kernels.latent.triton_rows import join_keys, latent_read, latent_write
+from manyroots.kernels.latent.triton_rows import latent_read, latent_write
 
 __all__ = [
     "absorb_queries",
@@ -14,7 +14,6 @@ __all__ = [
     "attend_piece",
     "expand_values",
     "index_write",
-    "join_keys",
     "latent_decode",
     "latent_read",
     "latent_write",

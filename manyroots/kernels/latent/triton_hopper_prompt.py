@@ -4,9 +4,9 @@ Keys of 192 numbers and values of 128, as DeepSeek has, or 256 of both, as GLM h
 
 Same signature as `reference.py`, for inputs that `is_for` accepts; `triton_prompt.py` takes the
 rest. The work is divided as in `attention/triton_hopper.py`: two warps start copies of keys and
-values, and twice four warps have 64 queries each. Keys of 192 are copied in two pieces, because the
-width of a tile is a power of two. Tiles run from last to first, so that partly visible tiles come
-first.
+values, and twice four warps have 64 queries each. Keys are copied in pieces, because all heads
+share the last 64 numbers, and the width of a tile is a power of two. Tiles run from last to first,
+so that partly visible tiles come first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manyroots.kernels.attention.triton_hopper import (
     _num_multiprocessors,
     _weigh,
 )
-from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.inputs import KeyPiece, SplitKeys
 from manyroots.kernels.launch import is_hopper
 
 LOG2_E = math.log2(math.e)
@@ -48,19 +48,21 @@ BLOCK_Q = 2 * 64
 class TileSizes:
     """Of keys and values, and of a tile of them."""
 
-    wide: int
-    narrow: int
-    """The two pieces of keys; the second may be nothing."""
+    middle: int
+    """Between the first piece of keys and what all heads share; may be nothing."""
     value: int
     tokens: int
     """Keys of a tile."""
 
 
 SIZES = {
-    (192, 128): TileSizes(wide=128, narrow=64, value=128, tokens=128),
-    (256, 256): TileSizes(wide=256, narrow=0, value=256, tokens=64),
+    (192, 128): TileSizes(middle=0, value=128, tokens=128),
+    (256, 256): TileSizes(middle=64, value=256, tokens=64),
 }
 """By the dimensions of keys and values: as many tokens as registers and shared memory hold."""
+FIRST = gl.constexpr(128)
+SHARED = gl.constexpr(64)
+"""Numbers of the first and of the last piece of keys."""
 STAGES = gl.constexpr(2)
 """Tiles that are loaded or being loaded."""
 COMPUTE_REGISTERS = gl.constexpr(240)
@@ -92,22 +94,26 @@ def _find(item, work, NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _copy_keys(
-    q_descs, k_descs, queries, keys, work, num_items,
-    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
+    q_descs, k_descs, queries, keys, work, head_stride, num_items,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, MIDDLE: gl.constexpr,
 ):  # fmt: skip
     """The role of one warp: load keys and queries."""
     count, asked = 0, 0
-    tile_bytes: gl.constexpr = k_descs[0].block_type.nbytes + (
-        k_descs[1].block_type.nbytes if NARROW else 0
+    tile_bytes: gl.constexpr = (
+        k_descs[0].block_type.nbytes
+        + k_descs[1].block_type.nbytes
+        + (k_descs[2].block_type.nbytes if MIDDLE else 0)
     )
-    query_bytes: gl.constexpr = q_descs[0].block_type.nbytes + (
-        q_descs[1].block_type.nbytes if NARROW else 0
+    query_bytes: gl.constexpr = (
+        q_descs[0].block_type.nbytes
+        + q_descs[1].block_type.nbytes
+        + (q_descs[2].block_type.nbytes if MIDDLE else 0)
     )
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
         if item < num_items:
             head, row, _, _, first_key, _, num_tiles, _ = _find(item, work, NUM_HEADS, TOKENS)
-            column = head * (WIDE + NARROW)
+            column, own_column = head * (FIRST + MIDDLE + SHARED), head * head_stride
             for i in range(num_tiles):
                 at = count + i
                 stage = at % STAGES
@@ -115,9 +121,10 @@ def _copy_keys(
                 full = keys[1].index(stage)
                 mbarrier.wait(keys[2].index(stage), (at // STAGES & 1) ^ 1)
                 mbarrier.expect(full, tile_bytes)
-                _load(k_descs[0], [token, column], full, keys[0].index(stage))
-                if NARROW:
-                    _load(k_descs[1], [token, column + WIDE], full, keys[3].index(stage))
+                _load(k_descs[0], [token, own_column], full, keys[0].index(stage))
+                _load(k_descs[1], [token, 0], full, keys[3].index(stage))
+                if MIDDLE:
+                    _load(k_descs[2], [token, own_column + FIRST], full, keys[4].index(stage))
                 if i == 0:  # after the keys: the last item may still use its queries
                     for half in gl.static_range(2):
                         full = queries[1].index(half)
@@ -125,8 +132,10 @@ def _copy_keys(
                         mbarrier.expect(full, query_bytes)
                         first = row + half * HALF
                         _load(q_descs[0], [first, column], full, queries[0].index(half))
-                        if NARROW:
-                            _load(q_descs[1], [first, column + WIDE], full, queries[3].index(half))
+                        last = column + FIRST + MIDDLE
+                        _load(q_descs[1], [first, last], full, queries[3].index(half))
+                        if MIDDLE:
+                            _load(q_descs[2], [first, column + FIRST], full, queries[4].index(half))
                     asked += 1
             count += num_tiles
 
@@ -157,7 +166,7 @@ def _copy_values(
 @gluon.jit
 def _score(
     at, queries, keys, turns, half,
-    TOKENS: gl.constexpr, NARROW: gl.constexpr, layout: gl.constexpr,
+    TOKENS: gl.constexpr, MIDDLE: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     """Start a tile's scores when the other half has finished its own."""
     mbarrier.wait(turns.index(half), (at & 1) ^ half ^ 1)
@@ -167,23 +176,25 @@ def _score(
         queries[0].index(half), keys[0].index(stage).permute((1, 0)), none, use_acc=False,
         is_async=True,
     )  # fmt: skip
-    if NARROW:
+    if MIDDLE:
         scores = warpgroup_mma(
-            queries[3].index(half), keys[3].index(stage).permute((1, 0)), scores, is_async=True
+            queries[4].index(half), keys[4].index(stage).permute((1, 0)), scores, is_async=True
         )
-    return scores
+    return warpgroup_mma(
+        queries[3].index(half), keys[3].index(stage).permute((1, 0)), scores, is_async=True
+    )
 
 
 @gluon.jit
 def _step(
     at, end, queries, keys, values, turns, weights, acc, best, total, position, scale, half,
-    TOKENS: gl.constexpr, NARROW: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
+    TOKENS: gl.constexpr, MIDDLE: gl.constexpr, MASKED: gl.constexpr, s_layout: gl.constexpr,
     o_layout: gl.constexpr,
 ):  # fmt: skip
     """Compute the scores and weights of tile `at`, and the values of the tile before it."""
     before = (at - 1) % STAGES
     weights = gl.convert_layout(weights.to(queries[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
-    scores = _score(at, queries, keys, turns, half, TOKENS, NARROW, s_layout)
+    scores = _score(at, queries, keys, turns, half, TOKENS, MIDDLE, s_layout)
     mbarrier.wait(values[1].index(before), (at - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, values[0].index(before), acc, is_async=True)
     mbarrier.arrive(turns.index(half ^ 1))
@@ -205,7 +216,7 @@ def _step(
 @gluon.jit
 def _attend(
     begin, asked, found, queries, keys, values, turns, out, sums, scale, half,
-    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, VALUE: gl.constexpr,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, MIDDLE: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """Attend with 64 queries of an item over all of its tiles; the first is number `begin` of the
     ring."""
@@ -222,7 +233,7 @@ def _attend(
         stage, phase, end = begin % STAGES, begin // STAGES & 1, begin + num_tiles
         mbarrier.wait(queries[1].index(half), asked & 1)
         mbarrier.wait(keys[1].index(stage), phase)
-        scores = _score(begin, queries, keys, turns, half, TOKENS, NARROW, s_layout)
+        scores = _score(begin, queries, keys, turns, half, TOKENS, MIDDLE, s_layout)
         mbarrier.arrive(turns.index(half ^ 1))
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(keys[2].index(stage))
@@ -237,12 +248,12 @@ def _attend(
         for at in range(begin + 1, end - num_whole):
             weights, acc, best, total = _step(
                 at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
-                half, TOKENS, NARROW, True, s_layout, o_layout,
+                half, TOKENS, MIDDLE, True, s_layout, o_layout,
             )  # fmt: skip
         for at in range(gl.maximum(end - num_whole, begin + 1), end):
             weights, acc, best, total = _step(
                 at, end, queries, keys, values, turns, weights, acc, best, total, position, scale,
-                half, TOKENS, NARROW, False, s_layout, o_layout,
+                half, TOKENS, MIDDLE, False, s_layout, o_layout,
             )  # fmt: skip
         mbarrier.arrive(queries[2].index(half))
         last = end - 1
@@ -273,7 +284,7 @@ def _attend(
 @gluon.jit
 def _compute(
     queries, keys, values, turns, work, out, sums, scale, num_items, half,
-    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, VALUE: gl.constexpr,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, MIDDLE: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
     """The role of four warps: 64 queries of each item."""
     count, asked = 0, 0
@@ -284,7 +295,7 @@ def _compute(
             if found[2] > 0:
                 _attend(
                     count, asked, found, queries, keys, values, turns, out, sums, scale, half,
-                    NUM_HEADS, TOKENS, NARROW, VALUE,
+                    NUM_HEADS, TOKENS, MIDDLE, VALUE,
                 )  # fmt: skip
             asked += gl.where(found[6] > 0, 1, 0)
             count += found[6]
@@ -296,28 +307,29 @@ def _compute(
     do_not_specialize_on_alignment=["query_starts", "key_starts", "first_seen", "sums"],
 )
 def _prompt(
-    q_wide, q_narrow, k_wide, k_narrow, v_desc, query_starts, key_starts, first_seen, out, sums,
-    scale, head_stride, num_seqs, num_blocks, num_items,
-    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, WIDE: gl.constexpr, NARROW: gl.constexpr,
-    VALUE: gl.constexpr,
+    q_first, q_shared, q_middle, k_first, k_shared, k_middle, v_desc, query_starts, key_starts,
+    first_seen, out, sums, scale, head_stride, num_seqs, num_blocks, num_items,
+    NUM_HEADS: gl.constexpr, TOKENS: gl.constexpr, MIDDLE: gl.constexpr, VALUE: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_wide.dtype
+    dtype: gl.constexpr = q_first.dtype
     # Ring slots; for each, a barrier for 'full' and one for 'all readers done'.
     queries = (
-        gl.allocate_shared_memory(dtype, [2, HALF, WIDE], q_wide.layout),
+        gl.allocate_shared_memory(dtype, [2, HALF, FIRST], q_first.layout),
         _barriers(2, 1), _barriers(2, 1),
+        gl.allocate_shared_memory(dtype, [2, HALF, SHARED], q_shared.layout),
     )  # fmt: skip
     keys = (
-        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, WIDE], k_wide.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, FIRST], k_first.layout),
         _barriers(STAGES, 1), _barriers(STAGES, 2),
+        gl.allocate_shared_memory(dtype, [STAGES, TOKENS, SHARED], k_shared.layout),
     )  # fmt: skip
-    if NARROW:
+    if MIDDLE:
         # fmt: off
         queries += (  # type: ignore[assignment]
-            gl.allocate_shared_memory(dtype, [2, HALF, NARROW], q_narrow.layout),
+            gl.allocate_shared_memory(dtype, [2, HALF, MIDDLE], q_middle.layout),
         )
         keys += (  # type: ignore[assignment]
-            gl.allocate_shared_memory(dtype, [STAGES, TOKENS, NARROW], k_narrow.layout),
+            gl.allocate_shared_memory(dtype, [STAGES, TOKENS, MIDDLE], k_middle.layout),
         )
         # fmt: on
     values = (
@@ -331,15 +343,15 @@ def _prompt(
         [
             (_compute, (
                 queries, keys, values, turns, work, out, sums, scale, num_items, 0, NUM_HEADS,
-                TOKENS, NARROW, VALUE,
+                TOKENS, MIDDLE, VALUE,
             )),
             (_compute, (
                 queries, keys, values, turns, work, out, sums, scale, num_items, 1, NUM_HEADS,
-                TOKENS, NARROW, VALUE,
+                TOKENS, MIDDLE, VALUE,
             )),
             (_copy_keys, (
-                (q_wide, q_narrow), (k_wide, k_narrow), queries, keys, work, num_items, NUM_HEADS,
-                TOKENS, WIDE, NARROW,
+                (q_first, q_shared, q_middle), (k_first, k_shared, k_middle), queries, keys, work,
+                head_stride, num_items, NUM_HEADS, TOKENS, MIDDLE,
             )),
             (_copy_values, (v_desc, values, work, head_stride, num_items, NUM_HEADS, TOKENS)),
         ],
@@ -347,25 +359,28 @@ def _prompt(
     )  # fmt: skip
 
 
-def is_for(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> bool:
+def is_for(q: Tensor, keys: SplitKeys, v: Tensor, piece: KeyPiece) -> bool:
     """Whether this kernel supports such queries, keys and values and its large blocks pay:
     bfloat16, DeepSeek's or GLM's dimensions, and prompts that are not short."""
+    own, shared = keys.own, keys.shared
     return (
         is_hopper(q.device)
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.dtype == own.dtype == shared.dtype == v.dtype == torch.bfloat16
         and (q.shape[2], v.shape[2]) in SIZES
         and q.stride()[1:] == (q.shape[2], 1)
         and q.stride(0) % 8 == 0
-        and k.is_contiguous()
+        and shared.shape[1] == SHARED.value
+        and shared.is_contiguous()
+        and own.stride() == v.stride()
         and v.stride(2) == 1
         and v.stride(0) % 8 == v.stride(1) % 8 == 0
         and piece.max_queries >= FEWEST
-        and k.shape[0] > 0
+        and v.shape[0] > 0
     )
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
+    q: Tensor, keys: SplitKeys, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries to a piece of keys and values; also returns logarithms of the sums of
     exponentials."""
@@ -379,31 +394,33 @@ def attend_piece(
     num_items = num_heads * num_seqs * num_blocks
     # A plain launch: it starts when the kernel before it is done.
     _prompt[(min(num_items, _num_multiprocessors(q.device)),)](
-        *descriptors(q, k, v, sizes), piece.query_starts, piece.key_starts, piece.first_seen, out,
-        sums, scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items, NUM_HEADS=num_heads,
-        TOKENS=sizes.tokens, WIDE=sizes.wide, NARROW=sizes.narrow, VALUE=sizes.value, num_warps=4,
+        *descriptors(q, keys, v, sizes), piece.query_starts, piece.key_starts, piece.first_seen,
+        out, sums, scale * LOG2_E, v.stride(1), num_seqs, num_blocks, num_items,
+        NUM_HEADS=num_heads, TOKENS=sizes.tokens, MIDDLE=sizes.middle, VALUE=sizes.value,
+        num_warps=4,
     )  # fmt: skip
     return out, sums
 
 
-def descriptors(q: Tensor, k: Tensor, v: Tensor, sizes: TileSizes) -> list[object]:
+def descriptors(q: Tensor, keys: SplitKeys, v: Tensor, sizes: TileSizes) -> list[object]:
     """Tensor descriptors of queries, keys and values for the copy engine: rows of all heads'
-    numbers, and boxes of one head's."""
-    width = q.shape[1] * (sizes.wide + sizes.narrow)
-    found: list[object] = [
-        _describe(tensor, tensor.shape[0], width, tensor.stride(0), (rows, columns))
-        for tensor, rows in ((q, HALF.value), (k, sizes.tokens))
-        for columns in (sizes.wide, sizes.narrow or sizes.wide)
+    numbers, and boxes of one head's. Of queries and keys the first piece, the shared one, and the
+    middle one or the first again."""
+    widths = (FIRST.value, SHARED.value, sizes.middle or FIRST.value)
+    parts = (keys.own, keys.shared, keys.own)
+    found = [_describe(q, (HALF.value, width)) for width in widths]
+    found += [
+        _describe(part, (sizes.tokens, width)) for part, width in zip(parts, widths, strict=True)
     ]
-    v_width = (v.shape[1] - 1) * v.stride(1) + sizes.value
-    box = (sizes.tokens, sizes.value)
-    return [*found, _describe(v, v.shape[0], v_width, v.stride(0), box)]
+    return [*found, _describe(v, (sizes.tokens, sizes.value))]
 
 
-def _describe(
-    base: Tensor, num_rows: int, width: int, stride: int, box: tuple[int, ...]
-) -> TensorDescriptor:
-    return TensorDescriptor(base, [num_rows, width], [stride, 1], list(box), _layout(box))
+def _describe(x: Tensor, box: tuple[int, ...]) -> object:
+    """Rows x[i], from the first number to the last one's end."""
+    width = 1 + sum(
+        (size - 1) * step for size, step in zip(x.shape[1:], x.stride()[1:], strict=True)
+    )
+    return TensorDescriptor(x, [x.shape[0], width], [x.stride(0), 1], list(box), _layout(box))
 
 
 @lru_cache(maxsize=32)

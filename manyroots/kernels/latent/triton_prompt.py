@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.latent import triton_hopper_prompt
-from manyroots.kernels.latent.inputs import KeyPiece
-from manyroots.kernels.latent.triton_rows import padded
+from manyroots.kernels.latent.inputs import KeyPiece, SplitKeys
+from manyroots.kernels.latent.triton_rows import join_keys, padded
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
@@ -127,19 +127,19 @@ def _prompt(
 
 
 def attend_piece(
-    q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
+    q: Tensor, keys: SplitKeys, v: Tensor, piece: KeyPiece, scale: float, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend with queries [tokens, heads, key dim] to a piece of keys [keys, heads, key dim] and
-    values [keys, heads, value dim]. Returns [tokens, heads, value dim], in `out` if given, and
-    logarithms of the sums of exponentials, float32 [tokens, heads]. A query that sees no key gives
-    0 and -inf."""
+    """Attend with queries [tokens, heads, key dim] to a piece of keys and values [keys, heads,
+    value dim]. Returns [tokens, heads, value dim], in `out` if given, and logarithms of the sums of
+    exponentials, float32 [tokens, heads]. A query that sees no key gives 0 and -inf."""
     num_tokens, heads, key_dim = q.shape
     value_dim = v.shape[2]
     if out is None:
         out = q.new_empty(num_tokens, heads, value_dim)
     assert out.is_contiguous()
-    if triton_hopper_prompt.is_for(q, k, v, piece):
-        return triton_hopper_prompt.attend_piece(q, k, v, piece, scale, out)
+    if triton_hopper_prompt.is_for(q, keys, v, piece):
+        return triton_hopper_prompt.attend_piece(q, keys, v, piece, scale, out)
+    k = join_keys(keys)
     sums = torch.empty(num_tokens, heads, dtype=torch.float32, device=q.device)
     wide = 1 << (key_dim.bit_length() - 1)
     is_small = q.dtype != torch.float32

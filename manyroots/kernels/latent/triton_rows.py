@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels import scaled
-from manyroots.kernels.latent.inputs import LatentNorm
+from manyroots.kernels.latent.inputs import LatentNorm, SplitKeys
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 
@@ -205,7 +205,7 @@ def latent_write(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _read(
-    pages, scales, slots, out, num_rows, page_stride, token_stride, scale_start,
+    pages, scales, slots, latents, rotated, num_rows, page_stride, token_stride, scale_start,
     PAGE_SIZE: tl.constexpr, LATENT: tl.constexpr, WIDTH: tl.constexpr, WIDTH_POW: tl.constexpr,
     ROWS: tl.constexpr, IS_FP8: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -223,22 +223,32 @@ def _read(
         first = tl.load(scales + scale_at, mask=ok, other=0.0)[:, None]
         second = tl.load(scales + scale_at + 1, mask=ok, other=0.0)[:, None]
         x = x.to(tl.float32) * tl.where((d < LATENT)[None, :], first, second)
-    tl.store(out + row[:, None] * WIDTH + d[None, :], x.to(out.dtype.element_ty), mask=is_number)
+    x = x.to(latents.dtype.element_ty)
+    to = row[:, None] * LATENT + d[None, :]
+    tl.store(latents + to, x, mask=is_number & (d < LATENT)[None, :])
+    to = row[:, None] * (WIDTH - LATENT) + (d - LATENT)[None, :]
+    tl.store(rotated + to, x, mask=is_number & (d >= LATENT)[None, :])
 
 
-def latent_read(pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype) -> Tensor:
-    """The rows [keys, latent + rope] of tokens at `slots` (page * page_size + offset)."""
+def latent_read(
+    pages: Tensor, slots: Tensor, latent: int, rope: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The latents [keys, latent] and rotated parts [keys, rope] of tokens at `slots` (page *
+    page_size + offset)."""
     width = latent + rope
-    out = torch.empty(slots.shape[0], width, dtype=dtype, device=pages.device)
+    latents, rotated = (
+        torch.empty(slots.shape[0], size, dtype=dtype, device=pages.device)
+        for size in (latent, rope)
+    )
     if slots.shape[0] == 0:
-        return out
+        return latents, rotated
     numbers, scales, scale_start = numbers_of(pages)
     _read[(-(-slots.shape[0] // READ),)](
-        numbers, scales, slots, out, slots.shape[0], *pages.stride()[:2], scale_start,
+        numbers, scales, slots, latents, rotated, slots.shape[0], *pages.stride()[:2], scale_start,
         PAGE_SIZE=pages.shape[1], LATENT=latent, WIDTH=width, WIDTH_POW=padded(width), ROWS=READ,
         IS_FP8=pages.dtype is torch.uint8, **launch_options(pages.device),
     )  # fmt: skip
-    return out
+    return latents, rotated
 
 
 @triton.jit(do_not_specialize=["num_keys"])
@@ -264,9 +274,9 @@ def _join(
         tl.store(to + NOPE + e, y, mask=is_shared)
 
 
-def join_keys(own: Tensor, shared: Tensor) -> Tensor:
-    """Keys [keys, heads, nope + rope]: each head's own part [keys, heads, nope] and the part that
-    all heads share [keys, rope]."""
+def join_keys(keys: SplitKeys) -> Tensor:
+    """Keys [keys, heads, nope + rope]."""
+    own, shared = keys.own, keys.shared
     num_keys, heads, nope = own.shape
     rope = shared.shape[1]
     out = torch.empty(num_keys, heads, nope + rope, dtype=own.dtype, device=own.device)

@@ -174,7 +174,7 @@ from triton.runtime.jit import JITFunction
 
 from manyroots.kernels.latent import triton_hopper as decode
 from manyroots.kernels.latent import triton_hopper_prompt as prompt
-from manyroots.kernels.latent.inputs import KeyPiece
+from manyroots.kernels.latent.inputs import KeyPiece, SplitKeys
 
 run, made = JITFunction.run, {{}}
 
@@ -189,6 +189,7 @@ with (
     mock.patch.object(JITFunction, "run", launched),
     mock.patch.object(decode, "_num_multiprocessors", lambda device: 132),
     mock.patch.object(prompt, "_num_multiprocessors", lambda device: 132),
+    mock.patch.object(prompt, "is_hopper", lambda device: True),
 ):
     for way, name, shapes in (
         (decode.DecodeWay(16), "_decode", ("n16",)),
@@ -203,7 +204,10 @@ with (
     for key, value, shapes in ((192, 128, ("n128",)), (256, 256, ("n64", "n256"))):
         q = torch.zeros(300, 2, key, dtype=half)
         piece = KeyPiece(int32[0], int32[0], int32[0, :3], 300)
-        prompt.attend_piece(q, q, torch.zeros(300, 2, value, dtype=half), piece, 0.1)
+        both = torch.zeros(300, 2, key - 64 + value, dtype=half)
+        keys = SplitKeys(both[..., : key - 64], both[:, 0, :64].contiguous())
+        assert prompt.is_for(q, keys, both[..., key - 64 :], piece)
+        prompt.attend_piece(q, keys, both[..., key - 64 :], piece, 0.1)
         found = set(re.findall("wgmma.mma_async.sync.aligned.m64(n[0-9]*)k16", made["_prompt"]))
         assert found == set(shapes), found
 """

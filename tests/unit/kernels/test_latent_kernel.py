@@ -13,6 +13,7 @@ from manyroots.kernels.latent.inputs import (
     KeyPiece,
     LatentAdapters,
     LatentNorm,
+    SplitKeys,
     as_fp8_rows,
     from_fp8_rows,
     row_bytes,
@@ -75,9 +76,11 @@ def test_f07_latents_are_normalised_rotated_and_written(
     )
     assert_close("rotary", ours, naive, torch.float32)
     at = torch.arange(3 * PAGE)
-    read = [reference.latent_read(p, at, LATENT, ROPE, torch.float32) for p in both]
+    read = [reference.read_rows(p, at, LATENT, ROPE, torch.float32) for p in both]
     assert_close("rotary", read[1], read[0], torch.float32)
-    assert torch.equal(torch_ops.latent_read(both[0], at, LATENT, ROPE, torch.float32), read[0])
+    assert torch.equal(
+        torch.cat(torch_ops.latent_read(both[0], at, LATENT, ROPE, torch.float32), 1), read[0]
+    )
     written = {2 * PAGE + 3, 0, PAGE + 1, PAGE + 2}
     assert {row for row in at.tolist() if read[0][row].any()} == written
     latents = kv[0, :LATENT] * torch.rsqrt(kv[0, :LATENT].square().mean() + 1e-5) * norm.weight
@@ -161,10 +164,11 @@ def test_f07_pieces_of_keys_merge_to_the_whole(
     queries, contexts, cuts = (3, 5, 1), (3, 9, 4), (2, 5, 4)
     dk, dv = NOPE + ROPE, V
     q = randn(sum(queries), HEADS, dk)
-    k, v = randn(sum(contexts), HEADS, dk, seed=1), randn(sum(contexts), HEADS, dv, seed=2)
+    k, v = randn(sum(contexts), HEADS, NOPE, seed=1), randn(sum(contexts), HEADS, dv, seed=2)
+    rotated = randn(sum(contexts), ROPE, seed=3)
     starts = np.concatenate(([0], np.cumsum(contexts)))
 
-    def piece(bounds: list[tuple[int, int]]) -> tuple[Tensor, Tensor, KeyPiece]:
+    def piece(bounds: list[tuple[int, int]]) -> tuple[SplitKeys, Tensor, KeyPiece]:
         """Of each sequence, its keys from one place to another."""
         both = zip(starts[:-1], bounds, strict=True)
         at = np.concatenate([np.arange(s + a, s + b) for s, (a, b) in both])
@@ -174,7 +178,7 @@ def test_f07_pieces_of_keys_merge_to_the_whole(
             int32(0, *np.cumsum(queries)), int32(0, *np.cumsum(sizes)), int32(*seen),
             max(queries),
         )  # fmt: skip
-        return k[at], v[at], own
+        return SplitKeys(k[at], rotated[at]), v[at], own
 
     keys, values, own = piece([(0, c) for c in contexts])
     whole, sums = reference.attend_piece(q, keys, values, own, SCALE)
@@ -301,7 +305,7 @@ def test_f10_queries_attend_to_what_they_chose(
     ours = torch_ops.attend_chosen(queries, pages, slots, SCALE, LATENT)
     assert_close("attention", ours, naive, torch.float32)
     assert ours[2].eq(0).all()
-    rows = reference.latent_read(pages, slots[0], LATENT, ROPE, torch.float32)
+    rows = reference.read_rows(pages, slots[0], LATENT, ROPE, torch.float32)
     alone = reference.latent_decode(
         queries[:1], rows[None], torch.zeros(1, 1, dtype=torch.int32), int32(4), SCALE, LATENT
     )

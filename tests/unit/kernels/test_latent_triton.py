@@ -16,12 +16,14 @@ from torch import Tensor
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 
 from manyroots.kernels.latent import reference, triton_hopper, triton_hopper_prompt  # isort: skip
+from manyroots.kernels.latent import triton_rows  # isort: skip
 from manyroots.kernels.latent import triton as fast  # isort: skip
 from manyroots.kernels.lora_ops.sites import LinearSite  # isort: skip
 from manyroots.kernels.latent.inputs import (  # isort: skip
     KeyPiece,
     LatentAdapters,
     LatentNorm,
+    SplitKeys,
     as_fp8_rows,
     row_bytes,
 )
@@ -113,14 +115,15 @@ def test_f07_latents_are_normalised_rotated_written_and_read(
     assert ours.data_ptr() == q.data_ptr()
     assert_close("rotary", ours, naive, dtype)
     at = torch.arange(3 * page, device=DEVICE)
-    read = [reference.latent_read(pages, at, LATENT, ROPE, torch.float32) for pages in both]
+    read = [reference.read_rows(pages, at, LATENT, ROPE, torch.float32) for pages in both]
     if is_fp8:
         assert_close("kept", read[1], read[0], torch.float8_e4m3fn)
     else:
         assert_close("rotary", read[1], read[0], dtype)
     slots = at.flip(0)[1:]
     again = fast.latent_read(both[0], slots, LATENT, ROPE, dtype)
-    assert torch.equal(again, reference.latent_read(both[0], slots, LATENT, ROPE, dtype))
+    right = reference.latent_read(both[0], slots, LATENT, ROPE, dtype)
+    assert all(map(torch.equal, again, right))
     written = {2 * page + 3, 0, page + 1, page + 2}
     assert {row for row in at.tolist() if read[1][row].any()} == written
 
@@ -178,8 +181,10 @@ def test_f07_queries_see_what_they_should_of_a_piece(
     that are no numbers."""
     queries, keys, seen = zip(*sequences, strict=True)
     q = randn(sum(queries), HEADS, key_dim, dtype=dtype)
-    k = randn(sum(keys), HEADS, key_dim, dtype=dtype, seed=1)
-    v = randn(sum(keys), HEADS, 8 + value_dim, dtype=dtype, seed=2)[..., 8:]
+    shared = randn(sum(keys), min(key_dim // 2, 64), dtype=dtype, seed=1)
+    nope = key_dim - shared.shape[1]
+    both = randn(sum(keys), HEADS, nope + value_dim, dtype=dtype, seed=2)
+    k, v = SplitKeys(both[..., :nope], shared), both[..., nope:]
     piece = KeyPiece(
         int32(0, *accumulate(queries)), int32(0, *accumulate(keys)), int32(*seen), max(queries),
     )  # fmt: skip
@@ -198,13 +203,14 @@ def test_f07_queries_see_what_they_should_of_a_piece(
     assert_close("attention", merged[1], right[1], torch.float32)
 
 
-def reference_piece(q: Tensor, k: Tensor, v: Tensor, piece: KeyPiece) -> tuple[Tensor, Tensor]:
+def reference_piece(q: Tensor, k: SplitKeys, v: Tensor, piece: KeyPiece) -> tuple[Tensor, Tensor]:
     """The naive one where it ends within a second, else the torch set's in float32."""
     if q.shape[0] < 256:
         return reference.attend_piece(q, k, v, piece, SCALE)
     from manyroots.kernels.latent import torch_ops
 
-    return torch_ops.attend_piece(q.float(), k.float(), v.float(), piece, SCALE)
+    keys = SplitKeys(k.own.float(), k.shared.float())
+    return torch_ops.attend_piece(q.float(), keys, v.float(), piece, SCALE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -249,8 +255,8 @@ def test_f07_keys_have_a_part_of_their_own_and_a_shared_one(num_keys: int, rope:
     """F07: of views of wider products."""
     own = randn(num_keys, HEADS, NOPE + V)[..., :NOPE]
     shared = randn(num_keys, LATENT + rope, seed=1)[:, LATENT:]
-    keys = fast.join_keys(own, shared)
-    assert torch.equal(keys, reference.join_keys(own, shared))
+    keys = triton_rows.join_keys(SplitKeys(own, shared))
+    assert torch.equal(keys, reference.join_keys(SplitKeys(own, shared)))
     assert torch.equal(keys[..., :NOPE], own)
     for head in range(HEADS):
         assert torch.equal(keys[:, head, NOPE:], shared)
@@ -308,8 +314,10 @@ def test_f07_what_is_sent_to_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPa
         keys: int = 300,
         dtype: torch.dtype = half,
     ) -> bool:
-        q, k = (torch.empty(n, 2, key_dim, dtype=dtype) for n in (tokens, keys))
-        v = torch.empty(keys, 2, 192 + value_dim, dtype=dtype)[..., 192:]
+        q, shared = torch.empty(tokens, 2, key_dim, dtype=dtype), torch.empty(keys, 64, dtype=dtype)
+        nope = key_dim - 64
+        both = torch.empty(keys, 2, nope + value_dim, dtype=dtype)
+        k, v = SplitKeys(both[..., :nope], shared), both[..., nope:]
         starts = torch.tensor([0, tokens])
         return triton_hopper_prompt.is_for(q, k, v, KeyPiece(starts, starts, starts[:1], tokens))
 

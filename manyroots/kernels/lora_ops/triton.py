@@ -17,11 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import (
+    counters,
     launch_options,
     let_next_begin,
     prefetch,
     wait_for_inputs,
 )
+from manyroots.kernels.limits import NUM_COUNTERS
 from manyroots.kernels.lora_ops.reference import prepare
 from manyroots.kernels.lora_ops.sites import (
     DECODE_BLOCK_ROWS,
@@ -45,6 +47,8 @@ WIDE_PROGRAMS = 2048
 """Programs for those products: enough to keep a GPU busy, few enough to exit at once."""
 LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
 """Inner dimension per iteration of a shrinking program; with few programs, iterations are long."""
+MORE_ROWS = 2048
+"""Steps of more than FEW_ROWS and up to so many rows have too few blocks for a chip."""
 SHRINK_PROGRAMS = 264
 """Most programs of a shrink: two per multiprocessor of an H200. A graph has room for far more
 blocks of rows than most of its steps have, and programs without work cost time, too."""
@@ -179,13 +183,15 @@ NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
-    x, hidden, pool, table, scalings, blocks, num_blocks, num_rows, k_size, width,
+    x, hidden, partial, counters, pool, table, scalings, blocks, num_blocks, num_rows, k_size,
+    width,
     NUM_PARTS: tl.constexpr, NUM_TILES: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Shrink a block of rows by a tile of ranks, over one part of the inner dimension. A program
-    takes several of these in turn if there are more than programs."""
+    takes several of these in turn if there are more than programs. Of the programs that share a
+    tile, the last one adds up their sums. The programs that read them are far more."""
     let_next_begin(DEPENDENT)
     num_items = tl.load(num_blocks) * (NUM_TILES * NUM_SPLITS)
     if tl.program_id(0) >= num_items:
@@ -221,9 +227,23 @@ def _shrink(
             xs = tl.load(x_at + at, mask=row_mask, other=0.0)
             weight = tl.load(a_at + at, mask=rank_mask, other=0.0)
             acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+        acc *= scale
         ok = (r < count)[:, None] & (n < total)[None, :]
-        to = hidden + (split * num_rows + row[:, None]).to(tl.int64) * width + n[None, :]
-        tl.store(to, acc * scale, mask=ok)
+        to = row[:, None].to(tl.int64) * width + n[None, :]
+        if NUM_SPLITS == 1:
+            tl.store(hidden + to, acc, mask=ok)
+        else:
+            of_split = num_rows.to(tl.int64) * width
+            tl.store(partial + split * of_split + to, acc, mask=ok)
+            # Store all sums, then count: the program that counts last sees all sums.
+            tl.debug_barrier()
+            counter = counters + item // NUM_SPLITS
+            if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
+                tl.store(counter, 0)
+                found = tl.load(partial + to, mask=ok, other=0.0)
+                for other in tl.static_range(1, NUM_SPLITS):
+                    found += tl.load(partial + other * of_split + to, mask=ok, other=0.0)
+                tl.store(hidden + to, found, mask=ok)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +252,7 @@ class ShrinkTiling:
     so that traffic needs no other kernels than those that the start compiles."""
 
     num_splits: int
-    """Parts of the inner dimension, which the next kernel adds up."""
+    """Parts of the inner dimension."""
     step_bytes: int
     """Inner dimension of an iteration."""
     num_stages: int
@@ -241,12 +261,15 @@ class ShrinkTiling:
 
 
 FEW = ShrinkTiling(4, LONG_STEP_BYTES, 3)
+MORE = ShrinkTiling(4, SHORT_STEP_BYTES, 3, PREFILL_BLOCK_ROWS)
 MANY = ShrinkTiling(1, SHORT_STEP_BYTES, 4, PREFILL_BLOCK_ROWS)
 
 
 def _shrink_tiling(num_rows: int) -> ShrinkTiling:
-    """A batch has few blocks of rows: splits fill the chip. Many rows fill it without."""
-    return FEW if num_rows <= FEW_ROWS else MANY
+    """Few blocks of rows fill the chip only in splits. Many fill it without."""
+    if num_rows <= FEW_ROWS:
+        return FEW
+    return MORE if num_rows <= MORE_ROWS else MANY
 
 
 def shrink(
@@ -256,15 +279,17 @@ def shrink(
     num_rows, k_size = x.shape
     cut = tiling or _shrink_tiling(num_rows)
     splits, step = cut.num_splits, cut.step_bytes // x.itemsize
-    # A single sum is as precise as its factors; partial sums must not be rounded.
-    kept = site.pool.dtype if splits == 1 else torch.float32
-    hidden = torch.empty(splits, num_rows, site.width, dtype=kept, device=x.device)
+    hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
+    partial = hidden
+    if splits > 1:  # The sum is as precise as its factors; partial sums must not be rounded.
+        partial = hidden.new_empty(splits, num_rows, site.width, dtype=torch.float32)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
     num_tiles = triton.cdiv(site.width, block_n)
+    assert splits == 1 or rows.max_blocks * num_tiles <= NUM_COUNTERS
     num_programs = min(SHRINK_PROGRAMS, rows.max_blocks * num_tiles * splits)
     _shrink[(num_programs,)](
-        x, hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks, num_rows,
-        k_size, site.width,
+        x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings, rows.blocks,
+        rows.num_blocks, num_rows, k_size, site.width,
         NUM_PARTS=site.num_parts, NUM_TILES=num_tiles, NUM_SPLITS=splits,
         BLOCK_R=cut.block_rows, BLOCK_N=block_n, BLOCK_K=step, EVEN_K=k_size % step == 0,
         num_warps=4, num_stages=cut.num_stages, **launch_options(x.device),

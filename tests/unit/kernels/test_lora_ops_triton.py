@@ -8,6 +8,7 @@ import torch
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 from tests.unit.pools import HIDDEN, VOCABULARY, adapter, embedding, make_pool, plain_embedding
 
+from manyroots.kernels.launch import counters  # isort: skip
 from manyroots.kernels.lora_ops import reference  # isort: skip
 from manyroots.kernels.lora_ops import triton as fast  # isort: skip
 from manyroots.kernels.lora_ops.sites import LoraTerm, most_blocks, row_blocks  # isort: skip
@@ -26,7 +27,10 @@ def test_shrink_is_each_rows_own_product_and_nothing_else(
     rows = make_rows(-1, -1, 0, 0, 0, 1, 2, 2)
     x = randn(8, 192, dtype=dtype, seed=1)
     tiling = fast.ShrinkTiling(num_splits, fast.SHORT_STEP_BYTES, 4)
-    hidden = fast.shrink(x, site, rows, tiling=tiling).hidden.sum(0)
+    hidden = fast.shrink(x, site, rows, tiling=tiling).hidden
+    assert hidden.shape[0] == 1
+    hidden = hidden[0]
+    assert not counters(hidden.device).any()
     expected = reference.shrink(x, site, rows).hidden[0]
     for row, slot in enumerate(rows.slots.tolist()):
         if slot >= 0:
@@ -36,14 +40,23 @@ def test_shrink_is_each_rows_own_product_and_nothing_else(
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("rank", [8, 24])
-def test_s04_the_distance_of_partial_sums_is_aligned_for_any_number_of_rows(
-    rank: int, num_parts: int
-) -> None:
+def test_s04_the_distance_of_shrunk_rows_is_aligned(rank: int, num_parts: int) -> None:
     """S04: Triton compiles a kernel again where a number is not a multiple of 16 any more."""
     site = make_site(64, (16,) * num_parts, [(rank,) * num_parts])
     hidden = fast.shrink(randn(7, 64), site, make_rows(*[0] * 7)).hidden
-    assert hidden.shape[:2] == (fast.FEW.num_splits, 7)
-    assert hidden.stride(0) % 16 == 0
+    assert hidden.stride(0) % 16 == hidden.stride(1) % 16 == 0
+
+
+@pytest.mark.parametrize("num_rows", [65, 600, 2100])
+def test_a_shrink_is_cut_by_its_rows_and_gives_one_sum(num_rows: int) -> None:
+    """Few rows are cut into parts of the inner dimension; readers still find one sum."""
+    site = make_site(64, (16, 8), [(8, 16), (16, 8)])
+    rows = make_rows(*[0] * (num_rows - 33), *[1] * 30, *[-1] * 3)
+    x = randn(num_rows, 64, seed=3)
+    hidden = fast.shrink(x, site, rows).hidden
+    assert hidden.shape[:2] == (1, num_rows)
+    expected = reference.shrink(x, site, rows).hidden[0]
+    assert_close("lora", hidden[0, :-3, :24], expected[:-3, :24], torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

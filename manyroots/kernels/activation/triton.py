@@ -18,12 +18,15 @@ from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, 
 from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     NO_RANKS,
+    STEP_OF_RANKS,
     block_at,
     early_ranks,
     expand_tile,
     has_few_ranks,
     part_of,
     rank_constants,
+    shrunk,
+    single_rows_of,
 )
 from manyroots.kernels.triton_fp8_rows import (
     best_scale,
@@ -41,10 +44,10 @@ ROW_BLOCK_N = 256
 more."""
 MANY_ROWS = 64
 """With more rows than this a step has enough programs, and larger programs read faster."""
-ADAPTED_COLUMNS, ADAPTED_REGISTERS = 256, 80
-"""Columns of a program for several rows with an adapter of few ranks, in a step of more than
-MANY_ROWS and at most FEW_ROWS, and most registers of a thread: fewer programs, of which more run at
-once."""
+ADAPTED, ADAPTED_PROMPTS = (256, 80), (128, 96)
+"""Columns of a program for several rows with an adapter of few ranks, and most registers of a
+thread, so that more programs run at once: in steps of more than MANY_ROWS, and of more than
+FEW_ROWS."""
 MOST_OF_ROW = 16_384
 """Columns of a row that one program takes if they share a scale."""
 ROW_BLOCK = 4096
@@ -52,35 +55,67 @@ ROW_BLOCK = 4096
 
 
 @triton.jit
-def _tile_of_rows(
-    gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank, up_ranks, up_b,
-    up_start, up_rank, first, count, begin, cols, num_rows, n, gate_factor, in_split, in_row,
-    hidden_split, hidden_row,
-    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+def _inputs(
+    gate_up, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank, first, begin, count,
+    cols, n, in_split, in_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the columns `cols` of `count` rows from `begin` on that use one adapter."""
-    inside = tl.minimum(cols, n - 1)
+    """Load the columns `cols` of BLOCK_R rows of a block from `begin` on, and what their adapter
+    multiplies; zeros past the block's last row."""
     r = begin + tl.arange(0, BLOCK_R)
     rows = (first + r).to(tl.int64)
     ok = (r < count)[:, None] & (cols < n)[None, :]
     source = gate_up + rows[:, None] * in_row + cols[None, :]
-    gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, NUM_SPLITS):
-        gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
-        up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+    gate = tl.load(source, mask=ok, other=0.0)
+    up = tl.load(source + n, mask=ok, other=0.0)
+    if NUM_SPLITS > 1:
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+    gate_hidden = gate
+    up_hidden = up
+    if HIDDEN_SPLITS:
+        gate_hidden = shrunk(
+            0, gate_start, gate_rank, hidden, hidden_split, hidden_row, rows, r < count, gate_b,
+            HIDDEN_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
+        up_hidden = shrunk(
+            0, up_start, up_rank, hidden, hidden_split, hidden_row, rows, r < count, up_b,
+            HIDDEN_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
+    return gate, up, gate_hidden, up_hidden
+
+
+@triton.jit
+def _tile_of_rows(
+    inputs, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank, up_ranks, up_b,
+    up_start, up_rank, first, count, begin, cols, num_rows, n, gate_factor, hidden_split,
+    hidden_row,
+    KIND: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute the columns `cols` of `count` rows from `begin` on that use one adapter, of these
+    `_inputs`."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    inside = tl.minimum(cols, n - 1)
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < n)[None, :]
+    gate, up = inputs[0].to(tl.float32), inputs[1].to(tl.float32)
     if HIDDEN_SPLITS:
         gate = expand_tile(
-            gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
-            hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            gate, inputs[2], gate_ranks, gate_b, gate_start, gate_rank, inside, hidden,
+            hidden_split, hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
         up = expand_tile(
-            up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
-            rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            up, inputs[3], up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split,
+            hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
-    found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
+    fast: tl.constexpr = DEPENDENT and dtype == tl.bfloat16
+    found = activated(gate * gate_factor, up, KIND, fast).to(dtype)
     to = rows[:, None] * n + cols[None, :]
     if HAS_OUT:
         tl.store(out + to, found, mask=ok)
@@ -96,36 +131,106 @@ def _tile_of_rows(
 
 
 @triton.jit
+def _single_rows(
+    gate_up, out, data, scales, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank,
+    first, count, cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    SINGLE_ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute the columns `cols` of a block of up to SINGLE_ROWS rows, row by row."""
+    inside = tl.minimum(cols, n - 1)
+    gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    inputs = ()
+    for row in tl.static_range(SINGLE_ROWS):
+        of_row = _inputs(
+            gate_up, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank, first, row,
+            count, cols, n, in_split, in_row, hidden_split, hidden_row, NUM_SPLITS, HIDDEN_SPLITS,
+            1, RANK_BLOCK,
+        )  # fmt: skip
+        inputs += (of_row,)  # type: ignore[assignment]
+    for row in tl.static_range(SINGLE_ROWS):
+        if row < count:
+            _tile_of_rows(
+                inputs[row], out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
+                up_ranks, up_b, up_start, up_rank, first, count, row, cols, num_rows, n,
+                gate_factor, hidden_split, hidden_row, KIND, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP,
+                1, BLOCK_N, RANK_BLOCK, MAX_RANK, DEPENDENT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _rows_together(
+    gate_up, out, data, scales, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank,
+    first, count, cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute the columns `cols` of a block, BLOCK_R rows at a time. AHEAD: load the next rows
+    before these are computed."""
+    inside = tl.minimum(cols, n - 1)
+    gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    inputs = _inputs(
+        gate_up, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank, first, 0, count,
+        cols, n, in_split, in_row, hidden_split, hidden_row, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R,
+        RANK_BLOCK,
+    )  # fmt: skip
+    for begin in range(0, count, BLOCK_R):
+        now = inputs
+        if AHEAD:
+            inputs = _inputs(
+                gate_up, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank, first,
+                begin + BLOCK_R, count, cols, n, in_split, in_row, hidden_split, hidden_row,
+                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK,
+            )  # fmt: skip
+        _tile_of_rows(
+            now, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank, up_ranks,
+            up_b, up_start, up_rank, first, count, begin, cols, num_rows, n, gate_factor,
+            hidden_split, hidden_row, KIND, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N,
+            RANK_BLOCK, MAX_RANK, DEPENDENT,
+        )  # fmt: skip
+        if not AHEAD:
+            inputs = _inputs(
+                gate_up, hidden, gate_b, gate_start, gate_rank, up_b, up_start, up_rank, first,
+                begin + BLOCK_R, count, cols, n, in_split, in_row, hidden_split, hidden_row,
+                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
 def _tile_of_block(
     gate_up, out, data, scales, hidden, pool, table, first, count, slot, cols, num_rows, n,
     gate_factor, in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, SINGLE_ROWS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute the columns `cols` of a block."""
-    inside = tl.minimum(cols, n - 1)
     gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
     up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
-    gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-    up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    if count == 1:
-        _tile_of_rows(
-            gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
-            up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows, n, gate_factor,
-            in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS,
-            HAS_OUT, PARTS, GROUP, 1, BLOCK_N, RANK_BLOCK, MAX_RANK,
+    if count <= SINGLE_ROWS:
+        _single_rows(
+            gate_up, out, data, scales, hidden, gate_b, gate_start, gate_rank, up_b, up_start,
+            up_rank, first, count, cols, num_rows, n, gate_factor, in_split, in_row, hidden_split,
+            hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_N,
+            SINGLE_ROWS, STEP_OF_RANKS if MAX_RANK <= STEP_OF_RANKS else RANK_BLOCK, MAX_RANK,
+            DEPENDENT,
         )  # fmt: skip
     elif BLOCK_R > 1:
-        for begin in range(0, count, BLOCK_R):
-            _tile_of_rows(
-                gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
-                up_ranks, up_b, up_start, up_rank, first, count, begin, cols, num_rows, n,
-                gate_factor, in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS,
-                HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
+        _rows_together(
+            gate_up, out, data, scales, hidden, gate_b, gate_start, gate_rank, up_b, up_start,
+            up_rank, first, count, cols, num_rows, n, gate_factor, in_split, in_row, hidden_split,
+            hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N,
+            AHEAD, RANK_BLOCK, MAX_RANK, DEPENDENT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -134,8 +239,8 @@ def _gated(
     gate_factor, in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, SINGLE_ROWS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -144,18 +249,21 @@ def _gated(
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
         wait_for_inputs(DEPENDENT)
+        inputs = _inputs(
+            gate_up, hidden, hidden, 0, 0, hidden, 0, 0, first, 0, count, cols, n, in_split,
+            in_row, hidden_split, hidden_row, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK,
+        )  # fmt: skip
         _tile_of_rows(
-            gate_up, out, data, scales, hidden, 0, hidden, 0, 0, 0, hidden, 0, 0, first, count, 0,
-            cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
-            NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
-            MAX_RANK,
+            inputs, out, data, scales, hidden, 0, hidden, 0, 0, 0, hidden, 0, 0, first, count, 0,
+            cols, num_rows, n, gate_factor, hidden_split, hidden_row, KIND, HIDDEN_SPLITS, HAS_OUT,
+            PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK, MAX_RANK, DEPENDENT,
         )  # fmt: skip
     elif BLOCK_R == 1:
         _tile_of_block(
             gate_up, out, data, scales, hidden, pool, table, program, 1, tl.load(slots + program),
             cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
-            NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
-            MAX_RANK, DEPENDENT,
+            NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, AHEAD,
+            SINGLE_ROWS, RANK_BLOCK, MAX_RANK, DEPENDENT,
         )  # fmt: skip
     else:
         for block in range(program, tl.load(num_blocks), tl.num_programs(1)):
@@ -163,8 +271,8 @@ def _gated(
             _tile_of_block(
                 gate_up, out, data, scales, hidden, pool, table, first, count, slot, cols,
                 num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
-                NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
-                MAX_RANK, DEPENDENT,
+                NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, AHEAD,
+                SINGLE_ROWS, RANK_BLOCK, MAX_RANK, DEPENDENT,
             )  # fmt: skip
 
 
@@ -228,6 +336,7 @@ def gated(
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
     registers: int | None = None
+    single_rows = 1
     is_whole = form is not None and form.group == n <= MOST_OF_ROW
     if form is not None and is_whole and lora is None:
         return _gated_rows(parts, activation, gate_factor, out, form)
@@ -252,8 +361,9 @@ def gated(
         if has_few_ranks(lora.site):
             if block_r == 1:
                 block_n = ROW_BLOCK_N
-            elif MANY_ROWS < num_rows <= FEW_ROWS:
-                block_n, registers = ADAPTED_COLUMNS, ADAPTED_REGISTERS
+            elif num_rows > MANY_ROWS:
+                block_n, registers = ADAPTED if num_rows <= FEW_ROWS else ADAPTED_PROMPTS
+                single_rows = single_rows_of(lora.site, num_rows)
     found = None
     if form is not None and (form.group is None or form.group == ROW_GROUP):
         group = form.group or block_n
@@ -265,8 +375,8 @@ def gated(
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, HAS_OUT=has_out,
         PARTS=0 if found is None else len(found.data),
         GROUP=ROW_GROUP if found is None else found.group, BLOCK_R=block_r, BLOCK_N=block_n,
-        **ranks, num_warps=num_warps, num_stages=1, maxnreg=registers,
-        **launch_options(parts.device),
+        AHEAD=num_rows > FEW_ROWS, SINGLE_ROWS=single_rows, **ranks, num_warps=num_warps,
+        num_stages=1, maxnreg=registers, **launch_options(parts.device),
     )  # fmt: skip
     if found is not None:
         return found

@@ -29,6 +29,7 @@ from manyroots.kernels.lora_ops.sites import (
     DECODE_BLOCK_ROWS,
     FEW_ROWS,
     PREFILL_BLOCK_ROWS,
+    RANK_STEP,
     EmbeddingSite,
     LinearSite,
     LoraRows,
@@ -40,6 +41,11 @@ __all__ = ["add_embedding", "complete", "expand", "prepare", "shrink"]
 LEAST_RANKS, MOST_RANKS = 16, 64
 """Ranks that are multiplied at once; the first is the smallest inner dimension of a matrix
 instruction."""
+STEP_OF_RANKS = tl.constexpr(RANK_STEP)
+SINGLE_ROWS = 4
+"""Without matrix instructions, so many rows with an adapter of at most RANK_STEP ranks are computed
+one by one. A matrix instruction takes sixteen, and all that follows it would be computed for
+sixteen, too."""
 WIDE_TILES = 256
 """More tiles of columns than any product has except the head's, which most adapters do not
 change."""
@@ -114,38 +120,38 @@ def early_ranks(
 
 
 @triton.jit
-def _shrunk(
-    first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, like,
+def shrunk(
+    first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, b,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """hidden[rows] of the ranks from `first` on, in the dtype of `like`; zero past the rank."""
+    """hidden[rows] of the ranks from `first` on, in the dtype of B; zero past the rank."""
     r = first + tl.arange(0, RANK_BLOCK)
     at = hidden + rows[:, None] * hidden_row + start + r[None, :]
     ok = row_ok[:, None] & (r < rank)[None, :]
     h = tl.load(at, mask=ok, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
-    return h.to(like.dtype)
+    return h.to(b.dtype.element_ty)
 
 
 @triton.jit
 def expand_tile(
-    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
+    acc, first_hidden, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows,
+    row_ok,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
     """acc + hidden[rows] B[cols]^T. `cols` count from the part's first column; `first_ranks` come
-    from `early_ranks`. No rank is above MAX_RANK: if RANK_BLOCK is as large, there is no loop, and
-    all loads are in flight at once.
+    from `early_ranks`, and `first_hidden` are the same ranks of `shrunk`. A program loads all of
+    these before it multiplies any, since nothing is loaded earlier than the product before it.
+    No rank is above MAX_RANK: if RANK_BLOCK is as large, there is no loop, and all loads are in
+    flight at once.
 
     One row is multiplied elementwise and summed: a matrix instruction would need sixteen rows and
     another order of the weight. Several rows are added to `acc` after their product: as
     accumulators of the product they would need two layout conversions. The compiler would remove a
     constant zero as the accumulator.
     """
-    h = _shrunk(
-        0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, first_ranks,
-        NUM_SPLITS, RANK_BLOCK,
-    )  # fmt: skip
+    h = first_hidden
     total = tl.broadcast_to((row_ok.to(tl.float32) * 0.0)[:, None], acc.shape)
     if acc.shape[0] == 1:
         total = tl.sum(h.to(tl.float32) * first_ranks.to(tl.float32), axis=1)[None, :]
@@ -154,9 +160,9 @@ def expand_tile(
     if MAX_RANK > RANK_BLOCK:
         for first in range(RANK_BLOCK, rank, RANK_BLOCK):
             weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
-            h = _shrunk(
-                first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, weight,
-                NUM_SPLITS, RANK_BLOCK,
+            h = shrunk(
+                first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, b, NUM_SPLITS,
+                RANK_BLOCK,
             )  # fmt: skip
             if acc.shape[0] == 1:
                 total += tl.sum(h.to(tl.float32) * weight.to(tl.float32), axis=1)[None, :]
@@ -175,6 +181,12 @@ def rank_constants(site: LinearSite) -> dict[str, int]:
 def has_few_ranks(site: LinearSite) -> bool:
     """Whether B's tiles are so narrow that a program has room for many columns."""
     return site.max_rank <= LEAST_RANKS
+
+
+def single_rows_of(site: LinearSite, num_rows: int) -> int:
+    """Up to how many rows of a block a fused kernel computes one by one. Steps of more than
+    FEW_ROWS have few such blocks."""
+    return SINGLE_ROWS if num_rows <= FEW_ROWS and site.max_rank <= RANK_STEP else 1
 
 
 NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
@@ -309,9 +321,14 @@ def _rows_expanded(
     rows = (first + r).to(tl.int64)
     ok = (r < count)[:, None] & (cols < size)[None, :]
     to = y + rows[:, None] * y_row + first_col + cols[None, :]
+    acc = tl.load(to, mask=ok, other=0.0).to(tl.float32)
+    first_hidden = shrunk(
+        0, start, rank, hidden, hidden_split, hidden_row, rows, r < count, b, NUM_SPLITS,
+        RANK_BLOCK,
+    )  # fmt: skip
     acc = expand_tile(
-        tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank, inside,
-        hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK, MAX_RANK,
+        acc, first_hidden, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row,
+        rows, r < count, NUM_SPLITS, RANK_BLOCK, MAX_RANK,
     )  # fmt: skip
     tl.store(to, acc, mask=ok)
 
@@ -385,9 +402,13 @@ def _rows_completed(
     total = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     for split in tl.static_range(1, NUM_SPLITS):
         total += tl.load(at + split * sums_split, mask=ok, other=0.0).to(tl.float32)
+    first_hidden = shrunk(
+        0, start, rank, hidden, hidden_split, hidden_row, rows, r < count, b, HIDDEN_SPLITS,
+        RANK_BLOCK,
+    )  # fmt: skip
     total = expand_tile(
-        total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
-        r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        total, first_hidden, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row,
+        rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
     )  # fmt: skip
     tl.store(y + rows[:, None] * y_row + first_col + cols[None, :], total, mask=ok)
 

@@ -29,6 +29,7 @@ from manyroots.kernels.lora_ops.triton import (
     has_few_ranks,
     part_of,
     rank_constants,
+    shrunk,
 )
 from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.triton_fp8_rows import (
@@ -162,9 +163,13 @@ def _piece_of_rows(
     for split in tl.static_range(ALSO):
         added = also + split * also_split + rows[:, None] * also_row + cols[None, :]
         total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
+    first_hidden = shrunk(
+        0, start, rank, hidden, hidden_split, hidden_row, rows, r < count, b, HIDDEN_SPLITS,
+        RANK_BLOCK,
+    )  # fmt: skip
     total = expand_tile(
-        total, first_ranks, b, start, rank, tl.minimum(cols, n - 1), hidden, hidden_split,
-        hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        total, first_hidden, first_ranks, b, start, rank, tl.minimum(cols, n - 1), hidden,
+        hidden_split, hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
     )  # fmt: skip
     total = tl.where(ok, total, 0.0)
     tl.store(residual + at, total, mask=ok)

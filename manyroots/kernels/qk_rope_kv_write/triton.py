@@ -17,18 +17,24 @@ from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, 
 from manyroots.kernels.lora_ops.sites import FEW_ROWS, LoraTerm
 from manyroots.kernels.lora_ops.triton import (
     NO_RANKS,
+    STEP_OF_RANKS,
     block_at,
     early_ranks,
     expand_tile,
     has_few_ranks,
     part_of,
     rank_constants,
+    shrunk,
+    single_rows_of,
 )
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMapping
 
 LARGEST = tl.constexpr(scaled.LARGEST)
 MANY_ROWS = 64
 """With more rows than this a step has enough programs, and larger programs read faster."""
+ADAPTED, ADAPTED_PROMPTS = (1, None), (4, 80)
+"""Warps of a program with an adapter of few ranks, and most registers of a thread, so that more
+programs run at once: in steps of more than MANY_ROWS, and of more than FEW_ROWS."""
 
 
 @triton.jit
@@ -38,8 +44,39 @@ def _places_of(d, HALF: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _inputs(
+    qkv, hidden, b_all, start, rank, first, begin, count, in_split, in_row, hidden_split,
+    hidden_row,
+    HALF: tl.constexpr, PAIRS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Load the two tiles of this program's head for BLOCK_R tokens of a block from `begin` on, and
+    what their adapter multiplies; zeros past the block's last token."""
+    at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None]
+    source = qkv + rows[:, None] * in_row + tl.program_id(0) * (2 * HALF)
+    from_a, from_b = source + at_a[None, :], source + at_b[None, :]
+    a = tl.load(from_a, mask=ok, other=0.0)
+    b = tl.load(from_b, mask=ok, other=0.0)
+    if NUM_SPLITS > 1:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    first_hidden = a
+    if HIDDEN_SPLITS:
+        first_hidden = shrunk(
+            0, start, rank, hidden, hidden_split, hidden_row, rows, r < count, b_all,
+            HIDDEN_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
+    return a, b, first_hidden
+
+
+@triton.jit
 def _write_tile(
-    first_half, second_half, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets,
+    first_half, second_half, head, rows, row_ok, page, offset, at_a, at_b, q_out, layer_kv,
     page_stride, part_stride, token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -50,8 +87,6 @@ def _write_tile(
         tl.store(to + at_b[None, :], second_half, mask=row_ok[:, None])
     else:
         is_value = head >= NUM_HEADS + NUM_KV
-        page = tl.load(pages + rows, mask=row_ok, other=-1).to(tl.int64)
-        offset = tl.load(offsets + rows, mask=row_ok, other=0).to(tl.int64)
         kv_head = (head - NUM_HEADS) % NUM_KV
         base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
         base += tl.where(is_value, part_stride, 0)
@@ -66,14 +101,15 @@ def _write_tile(
 
 @triton.jit
 def _head_of_rows(
-    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start, rank,
-    a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps, in_split, in_row, hidden_split,
-    hidden_row, page_stride, part_stride, token_stride,
+    inputs, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start,
+    rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps, hidden_split, hidden_row,
+    page_stride, part_stride, token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    HAS_NORM: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of `count` tokens from `begin` on that use one adapter."""
+    """Compute one head of `count` tokens from `begin` on that use one adapter, of these
+    `_inputs`."""
     head = tl.program_id(0)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
     d = tl.arange(0, HALF)
@@ -81,22 +117,25 @@ def _head_of_rows(
     r = begin + tl.arange(0, BLOCK_R)
     row_ok = r < count
     rows = (first + r).to(tl.int64)
-    ok = row_ok[:, None] & (d < HALF)[None, :]
-    source = qkv + rows[:, None] * in_row + head * (2 * HALF)
-    from_a, from_b = source + at_a[None, :], source + at_b[None, :]
-    a = tl.load(from_a, mask=ok, other=0.0).to(tl.float32)
-    b = tl.load(from_b, mask=ok, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, NUM_SPLITS):
-        a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
-        b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    # All loads come first, so that they wait for memory together.
+    is_kept = r < tl.where(head < NUM_HEADS, 0, count)
+    page = tl.load(pages + rows, mask=is_kept, other=-1).to(tl.int64)
+    offset = tl.load(offsets + rows, mask=is_kept, other=0).to(tl.int64)
+    if PAIRS:
+        angle = rows[:, None] * PAIRS + d[None, :]
+        num_rotated = tl.where(head < NUM_HEADS + NUM_KV, count, 0)
+        is_rotated = (r < num_rotated)[:, None] & (d < PAIRS)[None, :]
+        c = tl.load(cos + angle, mask=is_rotated, other=1.0)
+        s = tl.load(sin + angle, mask=is_rotated, other=0.0)
+    a, b = inputs[0].to(tl.float32), inputs[1].to(tl.float32)
     if HIDDEN_SPLITS:
         a = expand_tile(
-            a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
-            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            a, inputs[2], a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row,
+            rows, row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
         b = expand_tile(
-            b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
-            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            b, inputs[2], b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row,
+            rows, row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
     if head < NUM_HEADS + NUM_KV:
         if HAS_NORM:
@@ -106,17 +145,85 @@ def _head_of_rows(
             a *= inverse * tl.load(weight + at_a).to(tl.float32)[None, :]
             b *= inverse * tl.load(weight + at_b).to(tl.float32)[None, :]
         if PAIRS:
-            angle = rows[:, None] * PAIRS + d[None, :]
-            is_rotated = ok & (d < PAIRS)[None, :]
-            c = tl.load(cos + angle, mask=is_rotated, other=1.0)
-            s = tl.load(sin + angle, mask=is_rotated, other=0.0)
             rotated = a * c - b * s
             b = b * c + a * s
             a = rotated
     _write_tile(
-        a, b, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets, page_stride,
+        a, b, head, rows, row_ok, page, offset, at_a, at_b, q_out, layer_kv, page_stride,
         part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
     )  # fmt: skip
+
+
+@triton.jit
+def _single_rows(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start, rank,
+    a_cols, b_cols, first, count, eps, in_split, in_row, hidden_split, hidden_row, page_stride,
+    part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    SINGLE_ROWS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute one head of a block of up to SINGLE_ROWS tokens, token by token."""
+    a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    inputs = ()
+    for row in tl.static_range(SINGLE_ROWS):
+        of_row = _inputs(
+            qkv, hidden, b_all, start, rank, first, row, count, in_split, in_row, hidden_split,
+            hidden_row, HALF, PAIRS, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK,
+        )  # fmt: skip
+        inputs += (of_row,)  # type: ignore[assignment]
+    for row in tl.static_range(SINGLE_ROWS):
+        if row < count:
+            _head_of_rows(
+                inputs[row], cos, sin, q_weight, k_weight, q_out, layer_kv, pages,
+                offsets, hidden, b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first,
+                count, row, eps, hidden_split, hidden_row, page_stride, part_stride, token_stride,
+                NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _rows_together(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start, rank,
+    a_cols, b_cols, first, count, eps, in_split, in_row, hidden_split, hidden_row, page_stride,
+    part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, AHEAD: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Compute one head of a block, BLOCK_R tokens at a time. AHEAD: load the next tokens before
+    these are computed."""
+    a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    inputs = _inputs(
+        qkv, hidden, b_all, start, rank, first, 0, count, in_split, in_row, hidden_split,
+        hidden_row, HALF, PAIRS, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK,
+    )  # fmt: skip
+    for begin in range(0, count, BLOCK_R):
+        now = inputs
+        if AHEAD:
+            inputs = _inputs(
+                qkv, hidden, b_all, start, rank, first, begin + BLOCK_R, count, in_split,
+                in_row, hidden_split, hidden_row, HALF, PAIRS, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R,
+                RANK_BLOCK,
+            )  # fmt: skip
+        _head_of_rows(
+            now, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
+            start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps, hidden_split,
+            hidden_row, page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS,
+            HAS_NORM, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+        if not AHEAD:
+            inputs = _inputs(
+                qkv, hidden, b_all, start, rank, first, begin + BLOCK_R, count, in_split,
+                in_row, hidden_split, hidden_row, HALF, PAIRS, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R,
+                RANK_BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -126,8 +233,8 @@ def _head_of_block(
     token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, AHEAD: tl.constexpr, SINGLE_ROWS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute one head of a block."""
     head = tl.program_id(0)
@@ -139,25 +246,21 @@ def _head_of_block(
     at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
     a_cols = part_head * (2 * HALF) + at_a
     b_cols = part_head * (2 * HALF) + at_b
-    a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
-    b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    if count == 1:
-        _head_of_rows(
+    if count <= SINGLE_ROWS:
+        _single_rows(
             qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
-            start, rank, a_ranks, b_ranks, a_cols, b_cols, first, 1, 0, eps, in_split, in_row,
-            hidden_split, hidden_row, page_stride, part_stride, token_stride, NUM_HEADS,
-            NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+            start, rank, a_cols, b_cols, first, count, eps, in_split, in_row, hidden_split,
+            hidden_row, page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS,
+            HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, SINGLE_ROWS,
+            STEP_OF_RANKS if MAX_RANK <= STEP_OF_RANKS else RANK_BLOCK, MAX_RANK, DEPENDENT,
         )  # fmt: skip
     elif BLOCK_R > 1:
-        for begin in range(0, count, BLOCK_R):
-            _head_of_rows(
-                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden,
-                b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps,
-                in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
-                token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS,
-                HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
+        _rows_together(
+            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
+            start, rank, a_cols, b_cols, first, count, eps, in_split, in_row, hidden_split,
+            hidden_row, page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS,
+            HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, AHEAD, RANK_BLOCK, MAX_RANK, DEPENDENT,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -168,8 +271,8 @@ def _qk_rope_kv_write(
     token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, AHEAD: tl.constexpr, SINGLE_ROWS: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     program = tl.program_id(1)
@@ -177,18 +280,23 @@ def _qk_rope_kv_write(
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
         wait_for_inputs(DEPENDENT)
+        inputs = _inputs(
+            qkv, hidden, hidden, 0, 0, first, 0, count, in_split, in_row, hidden_split, hidden_row,
+            HALF, PAIRS, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK,
+        )  # fmt: skip
         _head_of_rows(
-            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, hidden, 0,
-            0, 0, 0, 0, 0, first, count, 0, eps, in_split, in_row, hidden_split, hidden_row,
-            page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
-            NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+            inputs, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, hidden,
+            0, 0, 0, 0, 0, 0, first, count, 0, eps, hidden_split, hidden_row, page_stride,
+            part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, HIDDEN_SPLITS,
+            BLOCK_R, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
     elif BLOCK_R == 1:
         _head_of_block(
             qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, pool,
             table, program, 1, tl.load(slots + program), eps, in_split, in_row, hidden_split,
             hidden_row, page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS,
-            HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+            HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, AHEAD, SINGLE_ROWS,
+            RANK_BLOCK, MAX_RANK, DEPENDENT,
         )  # fmt: skip
     else:
         for block in range(program, tl.load(num_blocks), tl.num_programs(1)):
@@ -197,7 +305,8 @@ def _qk_rope_kv_write(
                 qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, pool,
                 table, first, count, slot, eps, in_split, in_row, hidden_split, hidden_row,
                 page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
-                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK, DEPENDENT,
+                NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, AHEAD, SINGLE_ROWS, RANK_BLOCK, MAX_RANK,
+                DEPENDENT,
             )  # fmt: skip
 
 
@@ -217,6 +326,8 @@ def qk_rope_kv_write(
     num_rows = parts.shape[1]
     kv_heads, head_dim = layer_kv.shape[-2:]
     num_heads = parts.shape[2] // head_dim - 2 * kv_heads
+    registers: int | None = None
+    single_rows = 1
     kept = dtype or layer_kv.dtype
     q_out = torch.empty(num_rows, num_heads, head_dim, dtype=kept, device=qkv.device)
     weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
@@ -234,9 +345,10 @@ def qk_rope_kv_write(
         )  # fmt: skip
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
-        # With many rows and few ranks, small programs: more of them run at once.
-        is_small = MANY_ROWS < num_rows <= FEW_ROWS and has_few_ranks(lora.site)
-        num_warps = 1 if is_small else 4
+        num_warps = 4
+        if num_rows > MANY_ROWS and has_few_ranks(lora.site):
+            num_warps, registers = ADAPTED if num_rows <= FEW_ROWS else ADAPTED_PROMPTS
+            single_rows = single_rows_of(lora.site, num_rows)
         ranks = rank_constants(lora.site)
     _qk_rope_kv_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slot_mapping.pages,
@@ -245,8 +357,8 @@ def qk_rope_kv_write(
         layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, PAIRS=angles.cos.shape[1],
         HAS_NORM=norm is not None, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
-        BLOCK_R=block_r, **ranks, num_warps=num_warps, num_stages=1,
-        **launch_options(qkv.device),
+        BLOCK_R=block_r, AHEAD=num_rows > FEW_ROWS, SINGLE_ROWS=single_rows, **ranks,
+        num_warps=num_warps, num_stages=1, maxnreg=registers, **launch_options(qkv.device),
     )  # fmt: skip
     return q_out
 

@@ -61,11 +61,22 @@ code = compiled(
 # Exponentials and quotients by the chip's own approximations, and bfloat16 two at a time.
 assert "ex2.approx.ftz" in code and "rcp.approx.ftz" in code and "cvt.rn.bf16x2" in code
 
+gates |= dict(hidden=HALF, pool=HALF, table=LONG, slots=INT, blocks=INT, num_blocks=INT)
+for hidden_splits in (0, 1):
+    code = compiled(
+        activation._gated, gates, KIND="silu", NUM_SPLITS=1, HIDDEN_SPLITS=hidden_splits,
+        HAS_OUT=True, PARTS=0, GROUP=128, BLOCK_R=16, BLOCK_N=128, AHEAD=True, SINGLE_ROWS=2,
+        RANK_BLOCK=16, MAX_RANK=16, DEPENDENT=True,
+    )
+    # With and without adapters: rows of the base model must not depend on their neighbours.
+    assert "rcp.approx.ftz" in code and "div.full" not in code
+
 pages = dict.fromkeys(rope._qk_rope_kv_write.arg_names[:14], HALF)
 pages |= dict(cos=FLOAT, sin=FLOAT, layer_kv=FP8, pages=LONG, offsets=LONG, eps="fp32")
 compiled(
     rope._qk_rope_kv_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
-    NUM_SPLITS=1, HIDDEN_SPLITS=0, BLOCK_R=4, RANK_BLOCK=16, MAX_RANK=16, DEPENDENT=True,
+    NUM_SPLITS=1, HIDDEN_SPLITS=0, BLOCK_R=4, AHEAD=False, SINGLE_ROWS=1, RANK_BLOCK=16,
+    MAX_RANK=16, DEPENDENT=True,
 )
 
 product = dict.fromkeys(("x", "bias", "pool", "table", "scalings", "blocks", "num_blocks"), HALF)

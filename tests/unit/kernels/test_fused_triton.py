@@ -163,6 +163,34 @@ def test_gated_equals_the_reference(
     assert_close("lora", out, expected, dtype)
 
 
+ALONE_OR_FEW = tuple(slot for slot in range(-1, 18) for _ in range(1 + slot % 6))
+"""More than 64 rows, of up to six of each adapter."""
+
+
+@pytest.mark.parametrize("ranks", [[(8, 8, 8), (8, 0, 8)], [(16, 8, 8), (8, 16, 0)]])
+@pytest.mark.parametrize("slots", [ALONE_OR_FEW, (*ALONE_OR_FEW, *[17] * 470)])
+def test_blocks_of_few_and_of_many_rows_equal_the_reference(
+    slots: tuple[int, ...], ranks: list[tuple[int, ...]]
+) -> None:
+    """Rows one by one and together, and as many that a program loads the next ones ahead."""
+    dtype, tokens, dim = torch.float32, len(slots), 16
+    lora = term((40, 40), [own[:2] for own in ranks] * 9, dtype, slots)
+    gate_up = randn(tokens, 80, dtype=dtype)
+    out = activation.gated(gate_up, Activation.SILU, dtype, lora)
+    expected = activation_reference.gated(gate_up, Activation.SILU, dtype, lora)
+    assert_close("lora", out, expected, dtype)
+    lora = term((2 * dim, dim, dim), ranks * 9, dtype, slots)
+    angles = RopeTable.at(torch.arange(tokens, device=DEVICE), randn(dim // 2, seed=9).abs())
+    pages = torch.arange(tokens, device=DEVICE, dtype=torch.int32)
+    args = (randn(tokens, 4 * dim, dtype=dtype), angles, None)
+    places = SlotMapping(pages, torch.zeros_like(pages))
+    kept = [torch.zeros(tokens, 2, 1, 1, dim, dtype=dtype, device=DEVICE) for _ in range(2)]
+    q = rope.qk_rope_kv_write(*args, kept[0], places, lora)
+    expected = rope_reference.qk_rope_kv_write(*args, kept[1], places, lora)
+    assert_close("lora", q, expected, dtype)
+    assert_close("lora", *kept, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", Activation)
 def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dtype) -> None:

@@ -363,7 +363,7 @@ def gated(
                 block_n = ROW_BLOCK_N
             elif num_rows > MANY_ROWS:
                 block_n, registers = ADAPTED if num_rows <= FEW_ROWS else ADAPTED_PROMPTS
-                single_rows = single_rows_of(lora.site, num_rows)
+                single_rows = single_rows_of(lora.site, num_rows, splits)
     found = None
     if form is not None and (form.group is None or form.group == ROW_GROUP):
         group = form.group or block_n

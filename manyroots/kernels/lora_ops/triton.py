@@ -183,10 +183,11 @@ def has_few_ranks(site: LinearSite) -> bool:
     return site.max_rank <= LEAST_RANKS
 
 
-def single_rows_of(site: LinearSite, num_rows: int) -> int:
+def single_rows_of(site: LinearSite, num_rows: int, num_sums: int) -> int:
     """Up to how many rows of a block a fused kernel computes one by one. Steps of more than
-    FEW_ROWS have few such blocks."""
-    return SINGLE_ROWS if num_rows <= FEW_ROWS and site.max_rank <= RANK_STEP else 1
+    FEW_ROWS have few such blocks. Partial sums of several rows would not fit into registers."""
+    is_short = num_sums == 1 and site.max_rank <= RANK_STEP
+    return SINGLE_ROWS if num_rows <= FEW_ROWS and is_short else 1
 
 
 NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}

@@ -348,7 +348,7 @@ def qk_rope_kv_write(
         num_warps = 4
         if num_rows > MANY_ROWS and has_few_ranks(lora.site):
             num_warps, registers = ADAPTED if num_rows <= FEW_ROWS else ADAPTED_PROMPTS
-            single_rows = single_rows_of(lora.site, num_rows)
+            single_rows = single_rows_of(lora.site, num_rows, splits)
         ranks = rank_constants(lora.site)
     _qk_rope_kv_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slot_mapping.pages,

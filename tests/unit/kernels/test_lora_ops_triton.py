@@ -172,3 +172,12 @@ def test_a_graph_with_room_for_more_blocks_ignores_the_empty_ones() -> None:
     hidden = fast.shrink(x, site, roomy).hidden.sum(0, keepdim=True)[..., :8]
     assert_close("lora", hidden, reference.shrink(x, site, rows).hidden[..., :8], torch.float32)
     assert hidden.device.type == DEVICE.type
+
+
+def test_rows_are_computed_one_by_one_only_of_one_sum() -> None:
+    """Several partial sums of several rows would not fit into registers: with four, an activation
+    of 96 rows took ten times as long as with one."""
+    short, long = (make_site(64, (16,), [(rank,)]) for rank in (8, 16))
+    assert fast.single_rows_of(short, 96, 1) > 1
+    for site, num_rows, num_sums in ((short, 96, 4), (short, 600, 1), (long, 96, 1)):
+        assert fast.single_rows_of(site, num_rows, num_sums) == 1

@@ -47,9 +47,10 @@ def chat_choice(choice: Any, tools: Iterable[Any]) -> Any:
     if not isinstance(choice, Mapping) or _is_of_chats(choice):
         return choice
     if choice.get("type") in _CALLABLE:
-        return {"type": "function", "function": {"name": _chosen(choice, tools)}}
+        return {"type": "function", "function": {"name": _chosen(choice, _spaces(tools))}}
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        return {**choice, "tools": [_allowed(tool, tools) for tool in choice["tools"]]}
+        spaces = _spaces(tools)
+        return {**choice, "tools": [_allowed(tool, spaces) for tool in choice["tools"]]}
     return choice
 
 
@@ -119,18 +120,25 @@ def _taking_text(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"parameters": parameters} | ({} if described is None else {"description": described})
 
 
-def _allowed(tool: Any, tools: Iterable[Any]) -> Any:
+def _spaces(tools: Iterable[Any]) -> dict[str, list[str | None]]:
+    """By name: the namespaces that have such a tool, None for no namespace."""
+    spaces: dict[str, list[str | None]] = {}
+    for tool, space in _flat(tools):
+        if _is_callable(tool) and isinstance(tool.get("name"), str):
+            spaces.setdefault(tool["name"], []).append(space)
+    return spaces
+
+
+def _allowed(tool: Any, spaces: Mapping[str, list[str | None]]) -> Any:
     if not _is_callable(tool):
         return tool
-    return {**tool, "type": "function", "name": _chosen(tool, tools)}
+    return {**tool, "type": "function", "name": _chosen(tool, spaces)}
 
 
-def _chosen(choice: Mapping[str, Any], tools: Iterable[Any]) -> Any:
+def _chosen(choice: Mapping[str, Any], spaces: Mapping[str, list[str | None]]) -> Any:
     """What a chat calls the tool that a choice names, with its namespace or without."""
     name, wanted = choice.get("name"), choice.get("namespace")
-    spaces = [
-        space
-        for tool, space in _flat(tools)
-        if isinstance(tool, Mapping) and tool.get("name") == name and wanted in (None, space)
-    ]
-    return name if not spaces or None in spaces else in_chat(name, spaces[0])
+    known = spaces.get(name, []) if isinstance(name, str) else []
+    if wanted is not None:
+        return in_chat(name, wanted) if wanted in known else name
+    return name if not known or None in known else in_chat(name, known[0])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -56,9 +57,16 @@ async def read_request(
     body = await _read(request, max_bytes)
     if content_type == _FORM and not body.lstrip().startswith(b"{"):
         raise wrong
-    if is_small(body):
+    request.state.is_large = not is_small(body)
+    if not request.state.is_large:
         return parse_request(body, kind, notices)
     return await aside(lambda: _typed(_large().parse(body), kind, notices))
+
+
+async def beside_reading(request: Request, job: Callable[[], T]) -> T:
+    """Run what takes longer for larger bodies where `read_request` has read this request's: at
+    once, or off the event loop."""
+    return await aside(job) if request.state.is_large else job()
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -2298,8 +2298,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "kernels/activation/triton.py",
-        "up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows,",
-        "gate_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows,",
+        "up_ranks, up_b, up_start, up_rank, first, count, row, cols, num_rows, n,",
+        "gate_ranks, up_b, up_start, up_rank, first, count, row, cols, num_rows, n,",
         "a row that is its adapter's only one has the gate's weights for its up",
         ("unit/kernels/test_fused_triton.py::test_gated_equals_the_reference",),
     ),

@@ -29,12 +29,14 @@ from manyroots.api.anthropic.shapes import (
     TokenCount,
 )
 from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
+from manyroots.api.body import beside_reading
 from manyroots.api.chat_stream import TOOL_CALLS, AnswerDelta, answer_deltas
 from manyroots.api.errors import anthropic_error, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.offered_tools import tool_use
 from manyroots.api.preprocess import ChatMark, Job, chat_job, encode_chat
+from manyroots.api.requests import ChatRequest
 from manyroots.api.state import Service, server_of
 from manyroots.messages import FinishReason
 from manyroots.text.chat_output import ReasoningDelta
@@ -47,11 +49,7 @@ async def messages(request: Request) -> Response:
     body = await server.read(request, MessagesRequest)
     with renamed(NAMES):
         options = _template_options(server.accepting)
-        chat = chat_request(body, options)
-        keeps = [
-            ChatMark(chat_request(cut, options), PRIORITIES[for_s], for_s)
-            for cut, for_s in marks(body)
-        ]
+        chat, keeps = await beside_reading(request, lambda: _conversation(body, options))
         job = await chat_job(server, chat, request.headers, keeps)
     making = _MessageMaking(job, body)
     if body.stream:
@@ -66,10 +64,21 @@ async def count_tokens(request: Request) -> Response:
     body = await server.read(request, CountTokensRequest)
     service = server.service
     service.adapters.resolve(body.model)
-    chat = chat_request(body, _template_options(service))
-    use = tool_use(chat, server.notices)
+    options = _template_options(service)
+    chat = await beside_reading(request, lambda: chat_request(body, options))
+    use = await beside_reading(request, lambda: tool_use(chat, server.notices))
     _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
     return json_response(TokenCount(len(tokens)))
+
+
+def _conversation(
+    body: MessagesRequest, options: frozenset[str]
+) -> tuple[ChatRequest, list[ChatMark]]:
+    """The request as a chat, and the places up to which it is to be kept."""
+    keeps = [
+        ChatMark(chat_request(cut, options), PRIORITIES[for_s], for_s) for cut, for_s in marks(body)
+    ]
+    return chat_request(body, options), keeps
 
 
 def _template_options(service: Service) -> frozenset[str]:

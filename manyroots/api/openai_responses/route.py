@@ -16,6 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from manyroots.api.body import beside_reading
 from manyroots.api.chat_stream import AnswerDelta, answer_deltas
 from manyroots.api.errors import error_body, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
@@ -50,7 +51,7 @@ async def responses(request: Request) -> Response:
     server = server_of(request)
     body = await server.read(request, ResponsesRequest)
     with renamed(NAMES):
-        chat = chat_request(body, server.notices)
+        chat = await beside_reading(request, lambda: chat_request(body, server.notices))
         job = await chat_job(server, chat, request.headers)
     making = _Making(job, body, chat)
     if body.stream:
@@ -66,8 +67,8 @@ async def count_input_tokens(request: Request) -> Response:
     service = server.service
     with renamed(NAMES):
         service.adapters.resolve(body.model)
-        chat = chat_request(body, server.notices)
-        use = tool_use(chat, server.notices)
+        chat = await beside_reading(request, lambda: chat_request(body, server.notices))
+        use = await beside_reading(request, lambda: tool_use(chat, server.notices))
         _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
     return json_response(InputTokenCount(len(tokens)))
 

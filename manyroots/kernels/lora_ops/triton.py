@@ -291,14 +291,15 @@ def shrink(
     """scaling * x A^T of each row's own adapter."""
     num_rows, k_size = x.shape
     cut = tiling or _shrink_tiling(num_rows)
-    splits, step = cut.num_splits, cut.step_bytes // x.itemsize
+    step = cut.step_bytes // x.itemsize
+    block_n = min(64, max(16, triton.next_power_of_2(site.width)))
+    num_tiles = triton.cdiv(site.width, block_n)
+    # Splits of a tile share a counter. So many blocks of so many ranks fill the chip without.
+    splits = cut.num_splits if rows.max_blocks * num_tiles <= NUM_COUNTERS else 1
     hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
     partial = hidden
     if splits > 1:  # The sum is as precise as its factors; partial sums must not be rounded.
         partial = hidden.new_empty(splits, num_rows, site.width, dtype=torch.float32)
-    block_n = min(64, max(16, triton.next_power_of_2(site.width)))
-    num_tiles = triton.cdiv(site.width, block_n)
-    assert splits == 1 or rows.max_blocks * num_tiles <= NUM_COUNTERS
     num_programs = min(SHRINK_PROGRAMS, rows.max_blocks * num_tiles * splits)
     _shrink[(num_programs,)](
         x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings, rows.blocks,

@@ -174,6 +174,17 @@ def test_a_graph_with_room_for_more_blocks_ignores_the_empty_ones() -> None:
     assert hidden.device.type == DEVICE.type
 
 
+def test_a_shrink_of_more_tiles_than_counters_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of thousands of blocks of large ranks has more tiles than there are counters."""
+    monkeypatch.setattr(fast, "NUM_COUNTERS", 1)
+    site = make_site(64, (16, 8), [(8, 16), (16, 8)])
+    rows = make_rows(*[0] * 40, *[1] * 30)
+    x = randn(70, 64, seed=3)
+    hidden, expected = (ops.shrink(x, site, rows).hidden[0] for ops in (fast, reference))
+    assert not counters(hidden.device).any()
+    assert_close("lora", hidden[:, :24], expected[:, :24], torch.float32)
+
+
 def test_rows_are_computed_one_by_one_only_of_one_sum() -> None:
     """Several partial sums of several rows would not fit into registers: with four, an activation
     of 96 rows took ten times as long as with one."""
